@@ -201,10 +201,10 @@ def require_possible(options: RegenerateOptions) -> None:
         raise ConfigError(f"shard {shard}/{shards} does not exist: they count from 1", kind=Kind.OPTION_INVALID)
 
 
-def _require_switches(given: Any) -> None:
+def _require_switches(kwargs: Any) -> None:
     """The rows that are written hold them, and must be readable."""
-    row = parse_row(Row("", {"prompt": "?", TEMPLATE_KWARGS: given}, 0))
-    problem = row.detail if isinstance(row, Problem) else None if isinstance(given, dict | None) else "no object"
+    row = parse_row(Row("", {"prompt": "?", TEMPLATE_KWARGS: kwargs}, 0))
+    problem = row.detail if isinstance(row, Problem) else None if isinstance(kwargs, dict | None) else "no object"
     if problem is not None:
         raise ConfigError(f"extra.{TEMPLATE_KWARGS}: {problem}", kind=Kind.OPTION_INVALID)
 

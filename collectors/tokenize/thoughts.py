@@ -32,10 +32,10 @@ def with_known_reasoning(messages: Sequence[Message], template: str) -> list[Mes
     read = _names_read(template)
     renamed = []
     for message in messages:
-        given = [name for name in REASONING if message.get(name)]
-        if read and given and not any(name in read for name in given):
+        names = [name for name in REASONING if message.get(name)]
+        if read and names and not any(name in read for name in names):
             rest = {name: value for name, value in message.items() if name not in REASONING}
-            message = {**rest, read[0]: message[given[0]]}
+            message = {**rest, read[0]: message[names[0]]}
         renamed.append(message)
     return renamed
 

@@ -19,18 +19,8 @@ from hiddenstore.targets.rendering import RENDER_ERRORS, reason_of
 from trainer.evaluate.acceptance import FRACTION_BITS, tie_gap
 from trainer.evaluate.prompts import Message, Question, left_out, prompt_ids, read_questions
 from trainer.evaluate.rounds import FEWEST_ROUNDS, departures, is_shown_to_pay, measure_rounds, rows_of
-from trainer.evaluate.server import (
-    ALL,
-    SERVERS,
-    Render,
-    SamplingOptions,
-    Server,
-    markdown,
-    parts_of,
-    require_one_model,
-    spread,
-    table,
-)
+from trainer.evaluate.server import ALL, SERVERS, Render, SamplingOptions, Server, require_one_model
+from trainer.evaluate.table import markdown, parts_of, spread, table
 from trainer.serve import ENGINES
 from trainer.serve.drafter import keep_draft_len
 from trainer.serve.launch import server_of

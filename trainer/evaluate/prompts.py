@@ -116,10 +116,10 @@ def _question(line: bytes, stem: str) -> Question | str:
 
 def _template_kwargs(row: Mapping[str, Any]) -> dict[str, Any] | str:
     """What a row gives its chat template, or why it cannot."""
-    given, switch = row.get(TEMPLATE_KWARGS), row.get(ENABLE_THINKING)
-    if not isinstance(given, dict | None) or not isinstance(switch, bool | None):
+    kwargs, switch = row.get(TEMPLATE_KWARGS), row.get(ENABLE_THINKING)
+    if not isinstance(kwargs, dict | None) or not isinstance(switch, bool | None):
         return f"{TEMPLATE_KWARGS} is no object, or {ENABLE_THINKING} no boolean"
-    return (given or {}) | ({} if switch is None else {ENABLE_THINKING: switch})
+    return (kwargs or {}) | ({} if switch is None else {ENABLE_THINKING: switch})
 
 
 def _asked(row: Mapping[str, Any], task: str) -> Question | str:
@@ -228,10 +228,10 @@ def prompt_ids(
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of a conversation up to where the answer begins; ``fix`` is what to do about an endless template."""
-    template, given = template_of(tokenizer), template_kwargs or {}
+    template, kwargs = template_of(tokenizer), template_kwargs or {}
     with limited_rendering(location, fix):
         ids = tokenizer.apply_chat_template(
-            list(messages), chat_template=template, add_generation_prompt=True, return_dict=False, **given
+            list(messages), chat_template=template, add_generation_prompt=True, return_dict=False, **kwargs
         )
     return [int(token) for token in ids]
 
