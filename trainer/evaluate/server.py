@@ -222,10 +222,9 @@ class Server:
 
     def _body(self, sampling: SamplingOptions) -> dict[str, Any]:
         asked = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
-        given = (
-            {} if self._render or not sampling.template_kwargs else {TEMPLATE_KWARGS: dict(sampling.template_kwargs)}
-        )
-        return {"model": self.model, **asked, **self.plain, **given}
+        # Prompts that are rendered here hold them already.
+        kwargs = {} if self._render else dict(sampling.template_kwargs)
+        return {"model": self.model, **asked, **self.plain, **({TEMPLATE_KWARGS: kwargs} if kwargs else {})}
 
 
 class OtherServer(Server):
