@@ -13,6 +13,7 @@ from hiddenstore.process import drain_on_signal
 
 if TYPE_CHECKING:
     from collectors.conversations.mix import Mix
+    from schemas.prepared import PreparedData
 
 
 class Share(click.ParamType):
@@ -157,7 +158,6 @@ def _train(
 
     from collectors.tokenize.prepare import PrepareOptions
     from collectors.tokenize.prepare import prepare as run
-    from collectors.tokenize.template import TOOL_CALLS_LOST
 
     started_s = time.monotonic()
     with drain_on_signal() as drain:
@@ -166,6 +166,17 @@ def _train(
     elapsed_s = time.monotonic() - started_s
     answer = {**document.model_dump(mode="json"), "path": out, "elapsed_s": round(elapsed_s, 3)}
     output().data(answer, human=lambda: _show_data(answer))
+    _say_losses(document)
+    revision = ("--revision", settings.revision) if settings.revision else ()
+    own_code = ("--trust-remote-code",) if settings.trust_remote_code else ()
+    store = f"{out.rstrip('/')}-store"
+    output().hint("hiddenstore", "collect", out, "-o", store, "--target", target, *revision, *own_code)
+
+
+def _say_losses(document: "PreparedData") -> None:
+    """What the chat template or the split did to the rows that a person may not expect."""
+    from collectors.tokenize.template import NOT_STABLE, TOOL_CALLS_LOST
+
     if document.template_date is not None:
         output().note(
             f"this chat template asks for the date: every sample says {document.template_date}, or the same rows would "
@@ -191,15 +202,19 @@ def _train(
             f"the last answer of {plural(document.ends_unlearned, 'sample')} has no end to learn: this chat template "
             "writes none, or leaves it out of its {% generation %} tags; --template FILE names one that does"
         )
-    if calls := sum(reject.rows for reject in document.rejects if reject.reason == TOOL_CALLS_LOST):
+    refused = {reject.reason: reject.rows for reject in document.rejects}
+    if unstable := refused.get(NOT_STABLE, 0):
+        last = "--loss-on last-turn asks that of the last answer alone; " if document.loss_on == "assistant" else ""
+        output().warn(
+            f"{plural(unstable, 'row')} {'was' if unstable == 1 else 'were'} left out: this chat template does not "
+            f"write their answers as it prompts for them, or not once others follow; {last}--template FILE names one "
+            "with {% generation %} tags"
+        )
+    if calls := refused.get(TOOL_CALLS_LOST, 0):
         output().warn(
             f"{plural(calls, 'row')} called tools and {'was' if calls == 1 else 'were'} left out: this chat template "
             "writes no calls; --template FILE names one that does"
         )
-    revision = ("--revision", settings.revision) if settings.revision else ()
-    own_code = ("--trust-remote-code",) if settings.trust_remote_code else ()
-    store = f"{out.rstrip('/')}-store"
-    output().hint("hiddenstore", "collect", out, "-o", store, "--target", target, *revision, *own_code)
 
 
 def _show_data(answer: dict[str, Any]) -> None:
@@ -283,9 +298,13 @@ def _show_sources(sources: list[dict[str, Any]], *counts: str) -> None:
 
 
 def _show_rejects(rejects: list[tuple[str, int, str]]) -> None:
+    from collectors.conversations.parse import way_to_keep
+
     if rejects:
         rows = [(reason, f"{count:,}", first) for reason, count, first in rejects]
         output().table(["rejected because", ">rows", Column("first", wide=True)], rows)
+    if way := way_to_keep(reason for reason, _, _ in rejects):
+        output().note(f"to keep rows {way}")
 
 
 def _show_datasets() -> None:

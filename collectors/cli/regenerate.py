@@ -218,6 +218,8 @@ def _refuse_before_start(request: "RegenerateOptions") -> None:
 
 
 def _show(document: dict[str, Any], shard: tuple[int, int]) -> None:
+    from collectors.conversations.parse import way_to_keep
+
     out = output()
     looping = document["dropped"].get("looping", 0)
     waiting = document["waiting_for_shards"]
@@ -237,3 +239,5 @@ def _show(document: dict[str, Any], shard: tuple[int, int]) -> None:
     if document["dropped"]:
         rows = [(reason, f"{count:,}", document["examples"][reason]) for reason, count in document["dropped"].items()]
         out.table(["dropped because", ">conversations", Column("first", wide=True)], rows)
+    if way := way_to_keep(document["dropped"]):
+        out.note(f"to keep rows {way}")

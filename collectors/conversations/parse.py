@@ -48,6 +48,8 @@ TEMPLATE_KWARGS, ENABLE_THINKING = "chat_template_kwargs", "enable_thinking"
 WEIGHT = "weight"
 """Of OpenAI's fine-tuning: an answer of weight 0 is not learned from."""
 BESIDE_TURNS = (TOOLS_COLUMN, FUNCTIONS_COLUMN, *SYSTEMS, HISTORY, TEMPLATE_KWARGS, ENABLE_THINKING)
+_OF_MEMBERS = frozenset(("system-invalid", "history-invalid", "tools-invalid", "template-kwargs-invalid"))
+"""Reasons of members beside the turns, which may mean something else in their source."""
 _OF_TEMPLATES = frozenset(
     (
         *("messages", "conversations", "tools", "documents", "chat_template"),
@@ -165,6 +167,14 @@ def parse_row(row: Row, takes_images: bool = False) -> Conversation | Problem:
         return Problem(row.location, "invalid-json", str(error))
 
 
+def way_to_keep(reasons: Iterable[str]) -> str | None:
+    """What keeps the rows that are refused for these reasons where a member beside the turns means something else; None
+    where no such member is the reason."""
+    named = sorted(_OF_MEMBERS & set(reasons))
+    what = f"a member beside the turns means something else ({', '.join(named)})"
+    return f"where {what}: jq -c 'del(.MEMBER)' INPUT > rows.jsonl" if named else None
+
+
 def decoded_row(row: Row) -> dict[str, Any] | Problem:
     """The object a row holds, before anything in it is looked at, or why it holds none."""
     value = row.payload
@@ -182,13 +192,13 @@ def decoded_row(row: Row) -> dict[str, Any] | Problem:
     return value
 
 
-def _json(text: str, reason: str) -> Any:
+def _json(text: str, reason: str, title: str = "the row") -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise _UnusableError(reason, f"{error.msg} at column {error.colno}") from error
+        raise _UnusableError(reason, f"{title} is no JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:
-        raise _UnusableError(reason, str(error)) from error
+        raise _UnusableError(reason, f"{title} is no JSON: {error}") from error
 
 
 def _entries(row: dict[str, Any]) -> list[Any]:
@@ -200,7 +210,7 @@ def _entries(row: dict[str, Any]) -> list[Any]:
         raise _UnusableError("no-messages", f"expected messages, conversations or a prompt, found {shortened(names)}")
     messages = row[name]
     if isinstance(messages, str):
-        messages = _json(messages, "messages-not-a-list")
+        messages = _json(messages, "messages-not-a-list", name)
     if not isinstance(messages, list):
         raise _UnusableError("messages-not-a-list", f"{name} is {_kind(messages)}")
     if not messages:
@@ -215,23 +225,28 @@ def _with_system(row: dict[str, Any], entries: list[Any]) -> list[Any]:
     for name in SYSTEMS:
         if row.get(name) is not None and not isinstance(row[name], str):
             raise _UnusableError("system-invalid", f"{name} is {_kind(row[name])}, expected text")
-    texts = [row[name] for name in SYSTEMS if (row.get(name) or "").strip()]
-    if not texts:
+    stated = {name: row[name] for name in SYSTEMS if (row.get(name) or "").strip()}
+    if not stated:
         return entries
     first = entries[0] if isinstance(entries[0], dict) else {}
     is_opened = ROLE_OF.get(str(_role_name(first)).strip().lower()) == "system"
     opening = _text(_said(first), "message 1") if is_opened else ""
-    if len({text.strip() for text in (*texts, opening) if text.strip()}) > 1:
-        raise _UnusableError("system-invalid", "two system messages that differ, in it and beside it")
-    return entries if opening.strip() else [{"role": "system", "content": texts[0]}, *entries[is_opened:]]
+    if opening.strip():
+        stated["message 1"] = opening
+    if len({text.strip() for text in stated.values()}) > 1:
+        raise _UnusableError("system-invalid", f"{' and '.join(stated)} are system messages that differ")
+    text = next(iter(stated.values()))
+    return entries if opening.strip() else [{"role": "system", "content": text}, *entries[is_opened:]]
 
 
 def _history(history: Any) -> list[Any]:
     """The turns before an Alpaca question."""
     if isinstance(history, str):
-        history = _json(history, "history-invalid") if history.strip() else None
+        history = _json(history, "history-invalid", HISTORY) if history.strip() else None
+    if not isinstance(history, list | None):
+        raise _UnusableError("history-invalid", f"{HISTORY} is {_kind(history)}, expected pairs of question and answer")
     turns: list[Any] = []
-    for number, pair in enumerate(history or [] if isinstance(history, list | None) else [history], start=1):
+    for number, pair in enumerate(history or [], start=1):
         if not isinstance(pair, list) or len(pair) != 2:
             raise _UnusableError("history-invalid", f"entry {number} of {HISTORY} is no pair of question and answer")
         turns += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)]
@@ -347,7 +362,7 @@ def _text_part(part: Any, title: str) -> str:
 def _tool_calls(calls: Any, title: str) -> list[dict[str, Any]]:
     """Tool calls with their arguments as an object, which is what chat templates expect of OpenAI's JSON text."""
     if isinstance(calls, str):
-        calls = _json(calls, "tool-calls-invalid") if calls.strip() else None
+        calls = _json(calls, "tool-calls-invalid", f"the tool_calls of {title}") if calls.strip() else None
     if not calls:
         return []
     if not _is_list_of_objects(calls):
@@ -358,7 +373,7 @@ def _tool_calls(calls: Any, title: str) -> list[dict[str, Any]]:
 def _function_call(call: Any, title: str) -> list[dict[str, Any]]:
     """The one call of a message in the form that OpenAI had before ``tool_calls``."""
     if isinstance(call, str):
-        call = _json(call, "tool-calls-invalid") if call.strip() else None
+        call = _json(call, "tool-calls-invalid", f"the function_call of {title}") if call.strip() else None
     if isinstance(call, dict):
         call = _without_none(call)
     return _tool_calls([{"type": "function", "function": call}], title) if call else []
@@ -389,28 +404,26 @@ def _template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
     """What a row gives its chat template by name, such as ``enable_thinking``."""
     kwargs = row.get(TEMPLATE_KWARGS)
     if isinstance(kwargs, str):
-        kwargs = _json(kwargs, "template-kwargs-invalid") if kwargs.strip() else None
+        kwargs = _json(kwargs, "template-kwargs-invalid", TEMPLATE_KWARGS) if kwargs.strip() else None
     if not isinstance(kwargs, dict | None):
         raise _UnusableError("template-kwargs-invalid", f"{TEMPLATE_KWARGS} is {_kind(kwargs)}, expected an object")
     named = _without_none(kwargs or {})
     if (switch := row.get(ENABLE_THINKING)) is not None:
         if not isinstance(switch, bool) or named.get(ENABLE_THINKING, switch) != switch:
-            raise _UnusableError("template-kwargs-invalid", f"{ENABLE_THINKING} is {shortened(repr(switch))}")
+            detail = f"{ENABLE_THINKING} is {shortened(repr(switch))}, expected one boolean"
+            raise _UnusableError("template-kwargs-invalid", detail)
         named[ENABLE_THINKING] = switch
-    for name, value in named.items():
+    for name in named:
         if name in _OF_TEMPLATES or not name.isidentifier():
             raise _UnusableError("template-kwargs-invalid", f"{TEMPLATE_KWARGS} cannot give {shortened(name)}")
-        if not isinstance(value, str | int | float):
-            raise _UnusableError("template-kwargs-invalid", f"{name} is {_kind(value)}, expected a plain value")
-        if isinstance(value, str):
-            _unicode(value, name)
-    return dict(named)
+    (written,) = _written([named], "template-kwargs-invalid", TEMPLATE_KWARGS)
+    return written
 
 
 def _tools(tools: Any, name: str) -> list[dict[str, Any]] | None:
     is_text = isinstance(tools, str)
     if is_text:
-        tools = _json(tools, "tools-invalid") if tools.strip() else None
+        tools = _json(tools, "tools-invalid", name) if tools.strip() else None
     if not tools:
         return None
     if not _is_list_of_objects(tools):

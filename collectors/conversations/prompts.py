@@ -17,7 +17,15 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from collectors.conversations.mix import Mix, MixedSource, open_inputs, resolved
-from collectors.conversations.parse import TEMPLATE_KWARGS, TOOLS_COLUMN, Conversation, Message, Problem, parse_row
+from collectors.conversations.parse import (
+    TEMPLATE_KWARGS,
+    TOOLS_COLUMN,
+    Conversation,
+    Message,
+    Problem,
+    parse_row,
+    way_to_keep,
+)
 from hiddenstore.console.progress import Progress
 from hiddenstore.errors import ConfigError, InterruptError, Kind
 from hiddenstore.fs.publish import new_file, refuse_existing_file
@@ -152,7 +160,9 @@ def write_prompts(
         if not report.written:
             reasons = [f"{reason}: {count:,} rows, first {first}" for reason, (count, first) in report.rejects.items()]
             message = f"none of {report.read:,} rows holds a prompt; nothing was written"
-            raise ConfigError("\n".join([message, *reasons]), kind=Kind.NOTHING_USABLE)
+            raise ConfigError(
+                "\n".join([message, *reasons]), kind=Kind.NOTHING_USABLE, hint=way_to_keep(report.rejects)
+            )
         if isinstance(inputs, Mix):
             report.mix = str(mix_path)
             with new_file(mix_path) as mix_file:
@@ -162,19 +172,21 @@ def write_prompts(
 
 
 def prompt_of(conversation: Conversation) -> list[Message] | Problem:
-    """The system and user turns; user turns with no answer between them become one, unless nothing has an answer."""
+    """The system and user turns, with the names of who speaks; user turns of one name with no answer between them
+    become one, unless nothing has an answer."""
     if any(message["role"] == "tool" or message.get("tool_calls") for message in conversation.messages):
         detail = "tool results mean nothing without the answers that call them"
         return Problem(conversation.location, "tool-turns", detail)
     prompt: list[Message] = []
-    was_user = False
+    before: Message = {}
     for message in conversation.messages:
-        is_user = message["role"] == "user"
-        if is_user and was_user and conversation.has_answer:
-            prompt[-1] = {"role": "user", "content": f"{prompt[-1]['content']}\n\n{message['content']}"}
-        elif message["role"] != "assistant":
-            prompt.append({"role": message["role"], "content": message["content"]})
-        was_user = is_user
+        turn: Message = {name: message[name] for name in ("role", "name", "content") if name in message}
+        goes_on = turn["role"] == before.get("role") == "user" and turn.get("name") == before.get("name")
+        if goes_on and conversation.has_answer:
+            prompt[-1] = {**turn, "content": f"{prompt[-1]['content']}\n\n{turn['content']}"}
+        elif turn["role"] != "assistant":
+            prompt.append(turn)
+        before = turn
     if not any(message["role"] == "user" for message in prompt):
         return Problem(conversation.location, "no-user", "no message of a user to answer")
     return prompt

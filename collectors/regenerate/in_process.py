@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from collectors.conversations.parse import TEMPLATE_KWARGS
 from collectors.regenerate.generate import Answer, Sampling, Task, generate_batch, prompt_batches
 from collectors.regenerate.options import RegenerateOptions
 from collectors.regenerate.rewrite import AnswerAll, Beat, Recorded, Reply, Rewrite, Take
@@ -45,7 +46,11 @@ Load = tuple[Opening, str | None, str]
 
 
 def open_in_process(options: RegenerateOptions) -> tuple[str, AnswerAll]:
-    """The target's label, and what answers with it; raises as ``open_target``, and ``template-missing``."""
+    """The target's label, and what answers with it; raises as ``open_target``, and ConfigError: ``template-missing``;
+    ``option-invalid``: a member for requests to a server."""
+    if others := sorted(options.extra.keys() - {TEMPLATE_KWARGS}):
+        problem = f"extra.{others[0]} is a member of requests to a server, and the target answers in this process"
+        raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint="--server URL, or --engine-python PY with --target T")
     folder = open_target(*_opening(options))
     if not folder.tokenizer.chat_template:
         raise ConfigError(f"target {folder.label} has no chat template", kind=Kind.TEMPLATE_MISSING)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from collectors.conversations.mix import open_sources
-from collectors.conversations.parse import TEMPLATE_KWARGS, Conversation, Source, parse_row
+from collectors.conversations.parse import TEMPLATE_KWARGS, Conversation, Source, parse_row, way_to_keep
 from collectors.regenerate.answers import AnswerLog, AnswersFolder
 from collectors.regenerate.options import (
     RegenerateOptions,
@@ -176,8 +176,7 @@ class _Shard:
 
 def _conversations(sources: list[Source], options: RegenerateOptions) -> Iterator[Rewrite | tuple[str, str]]:
     """Every usable conversation, numbered from 0, and (reason, where) of the others; ``max_samples`` usable at most."""
-    number, more = 0, options.extra.get(TEMPLATE_KWARGS)
-    kwargs = more if isinstance(more, dict) else {}
+    number, kwargs = 0, {} if options.raw else options.extra.get(TEMPLATE_KWARGS) or {}
     for source in sources:
         for row in source.rows():
             if options.max_samples is not None and number >= options.max_samples:
@@ -209,7 +208,7 @@ def _usable(sources: list[Source], options: RegenerateOptions) -> int | None:
         return answers
     listed = [f"{reason}: {plural(count, 'row')}, first {first}" for reason, (count, first) in reasons.items()]
     what = f"no conversation with an answer in {', '.join(options.inputs)}; nothing was written"
-    raise ConfigError("\n".join([what, *listed]), kind=Kind.NOTHING_USABLE)
+    raise ConfigError("\n".join([what, *listed]), kind=Kind.NOTHING_USABLE, hint=way_to_keep(reasons))
 
 
 def _write(sources: list[Source], options: RegenerateOptions, folder: AnswersFolder, out: Path) -> RegenerateReport:

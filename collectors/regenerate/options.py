@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from collectors.conversations.parse import TEMPLATE_KWARGS, Problem, Row, parse_row
 from collectors.regenerate.rewrite import Rewrite
 from collectors.tokenize.template import read_template
 from hiddenstore.errors import ConfigError, HiddenstoreError, Kind
@@ -29,7 +30,8 @@ class RegenerateOptions:
     ``shard`` (i, n) takes every n-th conversation, i in 1 … n. ``api_key_env`` names an environment variable.
     ``system`` opens conversations without a system message. ``turns``: which answers are rewritten. ``raw``: the server
     continues the text of the turns as it is, without a chat template. ``rows_per_file``: ``out`` is a folder of files.
-    ``extra`` members join every request to a server. ``engine_args``: the flags of a server that was started for this.
+    ``extra`` members join every request to a server; ``chat_template_kwargs`` among them go to the chat template in
+    this process too, and into the rows. ``engine_args``: the flags of a server that was started for this.
     ``seed`` None is 0 in this process, and no seed for a server; ``top_p`` None is 1 in this process, and what a server
     takes by itself. More than ``max_failures`` conversations that fail, or
     than ``max_failure_share`` of all, end the run. ``serves``: the target that a server was started with for this.
@@ -178,6 +180,7 @@ def require_possible(options: RegenerateOptions) -> None:
         )
     if options.raw and options.server is None:
         raise ConfigError("raw text is continued by a server", kind=Kind.OPTION_INVALID, hint="--server URL")
+    _require_switches(options.extra.get(TEMPLATE_KWARGS))
     at_least_0, at_least_1 = (
         ("temperature", "retries", "max_failures"),
         ("max_new_tokens", "batch_size", "workers", "concurrency"),
@@ -196,6 +199,14 @@ def require_possible(options: RegenerateOptions) -> None:
     shard, shards = options.shard
     if not 1 <= shard <= shards:
         raise ConfigError(f"shard {shard}/{shards} does not exist: they count from 1", kind=Kind.OPTION_INVALID)
+
+
+def _require_switches(kwargs: Any) -> None:
+    """The rows that are written hold them, and must be readable."""
+    row = parse_row(Row("", {"prompt": "?", TEMPLATE_KWARGS: kwargs}, 0))
+    problem = row.detail if isinstance(row, Problem) else None if isinstance(kwargs, dict | None) else "no object"
+    if problem is not None:
+        raise ConfigError(f"extra.{TEMPLATE_KWARGS}: {problem}", kind=Kind.OPTION_INVALID)
 
 
 def _template_sha256(file: str | Path) -> str:

@@ -72,7 +72,8 @@ class Rewrite:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> "Rewrite":
         """Answers are rewritten, ``all`` or the ``last`` one after those before it as they are; a conversation without
-        any gets one after every user turn, or at its end. ``template_kwargs`` go before those of the conversation."""
+        any gets one after every user turn, or at its end. ``template_kwargs`` win over those of the conversation; both
+        are part of the row that is written."""
         messages = list(conversation.messages)
         if turns == "last":
             cut, untaught = conversation.cut, conversation.untaught
@@ -86,8 +87,9 @@ class Rewrite:
             slot: Message = {"role": "assistant", "content": ""}
             pairs = [(message, slot) if message["role"] == "user" else (message,) for message in messages]
             messages = list(chain.from_iterable(pairs)) if turns == "all" else [*messages, slot]
-        kwargs = {**conversation.template_kwargs, **(template_kwargs or {})} if conversation.template_kwargs else {}
-        beside = [conversation.tools, *([kwargs] if kwargs else [])]
+        kwargs = {**conversation.template_kwargs, **(template_kwargs or {})}
+        # Those of all conversations are a setting of the run, which is compared by itself.
+        beside = [conversation.tools, *([kwargs] if conversation.template_kwargs else [])]
         key = json.dumps([messages, *beside], sort_keys=True, ensure_ascii=False).encode()
         digest = hashlib.blake2b(key, digest_size=8).hexdigest()
         last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from collectors.conversations.datasets import find_dataset
 from collectors.conversations.mix import Mix, MixedSource, open_inputs
-from collectors.conversations.parse import NO_ANSWER, Row, Source
+from collectors.conversations.parse import NO_ANSWER, Row, Source, way_to_keep
 from collectors.targets.images import open_images
 from collectors.tokenize.batches import FACTS, SampleBatch, SampleRules, batches_of, ordered_batches
 from collectors.tokenize.template import NOT_STABLE, ChatTemplate, read_template
@@ -295,11 +295,11 @@ def _write(
 def _nothing_usable(tally: BatchTally) -> ConfigError:
     counts = tally.reject_counts()
     reasons = [f"{count.reason}: {plural(count.rows, 'row')}, first {count.examples[0]}" for count in counts]
-    hint = "hiddenstore regenerate INPUT -o answers.jsonl --target TARGET, then prepare those"
+    answer = "hiddenstore regenerate INPUT -o answers.jsonl --target TARGET, then prepare those"
     return ConfigError(
         "\n".join([f"none of {plural(tally.rows, 'row')} can be used; nothing was written", *reasons]),
         kind=Kind.NOTHING_USABLE,
-        hint=hint if counts[0].reason == NO_ANSWER else None,
+        hint=answer if counts[0].reason == NO_ANSWER else way_to_keep(count.reason for count in counts),
     )
 
 

@@ -18,7 +18,13 @@ from typing import Any
 import numpy as np
 
 from collectors.conversations.parse import REASONING, Conversation, Message, Problem
-from collectors.tokenize.thoughts import THINK_TAGS, are_words_lost, is_reasoning_lost, reasoning_ranges
+from collectors.tokenize.thoughts import (
+    THINK_TAGS,
+    are_words_lost,
+    is_reasoning_lost,
+    reasoning_ranges,
+    with_known_reasoning,
+)
 from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
 from hiddenstore.targets.identity import chat_template_sha256, tokenizer_sha256
 from hiddenstore.targets.rendering import RENDER_ERRORS, date_of, dated, limited_rendering, reason_of, template_of
@@ -44,26 +50,35 @@ class RewrittenError(Exception):
 
 
 class Prefixes:
-    """Renderings of the first messages of a conversation beside its whole text; ``render`` gives None where refused."""
+    """Renderings of the first messages of a conversation beside its whole text; ``render`` gives None where refused,
+    ``length`` says how much of a text that the template ended is the target's (`answer_length`)."""
 
-    def __init__(self, text: str, messages: Sequence[Message], render: Callable[[int, bool], str | None]) -> None:
+    def __init__(
+        self,
+        text: str,
+        messages: Sequence[Message],
+        render: Callable[[int, bool], str | None],
+        length: Callable[[str], int],
+    ) -> None:
         self.text = text
         self.messages = messages
-        self._render = render
+        self._render, self._length = render, length
         self._ends: dict[int, int | None] = {0: 0, len(messages): len(text)}
 
     def end(self, count: int) -> int | None:
         """Where the first ``count`` messages end, None when the template does not reveal it."""
         if count not in self._ends:
             prefix = self._render(count, False)
-            self._ends[count] = len(prefix) if prefix is not None and self.text.startswith(prefix) else None
+            # The end of a whole text, as Phi-3.5's template writes one, is in no longer one.
+            heads = [] if prefix is None else [prefix, prefix[: self._length(prefix)]]
+            self._ends[count] = next((len(head) for head in heads if self.text.startswith(head)), None)
         return self._ends[count]
 
     def message(self, index: int) -> str:
         """The text of message ``index``, with what stands before or behind it where its bounds are not revealed."""
         return self.text[self.end(index) or 0 : self.end(index + 1)]
 
-    def answer(self, index: int, end_tokens: Sequence[str]) -> Range:
+    def answer(self, index: int) -> Range:
         """What the target writes of message ``index``: after the generation prompt, up to its end-of-turn token. Raises
         RewrittenError: the rendering of the messages before it, or up to it, is no prefix of the whole text."""
         prompt = self.prompt(index)
@@ -73,7 +88,7 @@ class Prefixes:
         if end is None:
             raise RewrittenError(self._difference(f"message {index + 1}", self._render(index + 1, False)))
         written = self.text[len(prompt) : end]
-        return len(prompt), len(prompt) + answer_length(written, end_tokens)
+        return len(prompt), len(prompt) + self._length(written)
 
     def prompt(self, index: int) -> str | None:
         """What the target has read before it writes message ``index``, None where the template refuses. Before the
@@ -95,15 +110,18 @@ class Prefixes:
         return f"{title} alone renders {alone!r} where the whole conversation has {expected!r}"
 
 
-def answer_length(written: str, end_tokens: Sequence[str]) -> int:
+def answer_length(written: str, end_tokens: Sequence[str], own_ends: Sequence[str] = ()) -> int:
     """The length of what the target writes of a text that the template has ended: white space behind the end-of-turn
-    token is the template's, and so is a second end, of the whole text, behind that of the turn."""
+    token is the template's, and so is a second end, of the whole text, behind that of the turn. Where the target ends
+    with one of ``own_ends``, another token right before it is its own: ``<|END_RESPONSE|>`` of Command A."""
     answer = written.rstrip()
     token = next((token for token in end_tokens if answer.endswith(token)), None)
     if token is None:
         return len(written)
-    before = answer.removesuffix(token).rstrip()
-    return len(before) if before.endswith(tuple(end_tokens)) else len(answer)
+    before = answer.removesuffix(token)
+    ends = own_ends if token in own_ends and before == before.rstrip() else end_tokens
+    before = before.rstrip()
+    return len(before) if before.endswith(tuple(ends)) else len(answer)
 
 
 def find_turns(prefixes: Prefixes, answers: dict[int, Range]) -> list[Turn]:
@@ -266,7 +284,7 @@ class ChatTemplate:
         self._special = dict(tokenizer.special_tokens_map)
         decoder = tokenizer.added_tokens_decoder
         added = [token.content for token in decoder.values() if token.special]
-        self._headers = tuple(decoder[one].content for one in end_ids if one in decoder and decoder[one].content)
+        self._own_ends = tuple(decoder[one].content for one in end_ids if one in decoder and decoder[one].content)
         self.end_tokens = tuple(token for token in {*tokenizer.all_special_tokens, *added} if token)
 
     @property
@@ -280,6 +298,10 @@ class ChatTemplate:
         """(tokenizer_sha256, chat_template_sha256)."""
         return tokenizer_sha256(self.tokenizer), chat_template_sha256(self._template or self.tokenizer.chat_template)
 
+    def answer_length(self, written: str) -> int:
+        """How many characters the target writes of a text that begins behind its prompt and that the template ended."""
+        return answer_length(written, self.end_tokens, self._own_ends)
+
     def text_for(self, tools: list[dict[str, Any]] | None) -> str:
         """The template's text, with its date; some tokenizers have another one for conversations with tools."""
         return dated(self._template) if self._template is not None else template_of(self.tokenizer, tools)
@@ -290,11 +312,12 @@ class ChatTemplate:
         """Text of the first ``count`` messages, ``prompt``: and its generation prompt; ranges in generation tags."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        template = self.text_for(conversation.tools)
         with limited_rendering(conversation.location):
             texts, ranges = render_jinja_template(
-                conversations=[conversation.messages[:count]],
+                conversations=[with_known_reasoning(conversation.messages[:count], template)],
                 tools=conversation.tools,
-                chat_template=self.text_for(conversation.tools),
+                chat_template=template,
                 return_assistant_tokens_mask=self.is_tagged,
                 add_generation_prompt=prompt,
                 **{**self._special, **conversation.template_kwargs},
@@ -310,7 +333,7 @@ class ChatTemplate:
             except RENDER_ERRORS:
                 return None
 
-        return Prefixes(text, conversation.messages, render)
+        return Prefixes(text, conversation.messages, render, self.answer_length)
 
     def tokenise(self, conversations: Sequence[Conversation]) -> list[Tokenised | Problem]:
         """One result per conversation, in order."""
@@ -416,7 +439,7 @@ class ChatTemplate:
         for index, (start, end) in answers.items():
             if index in conversation.cut or prefixes.text[start:end].endswith(self.end_tokens):
                 continue
-            header = next((token for token in self._headers if prefixes.text.startswith(token, end)), None)
+            header = next((token for token in self._own_ends if prefixes.text.startswith(token, end)), None)
             if header is not None and prefixes.end(index + 1) == end:
                 ends[index] = end + len(header)
         return ends
@@ -480,7 +503,7 @@ class ChatTemplate:
         answers: dict[int, Range] = {}
         for index in indices:
             try:
-                answers[index] = prefixes.answer(index, self.end_tokens)
+                answers[index] = prefixes.answer(index)
             except RewrittenError:
                 if index in untaught:
                     continue
@@ -514,4 +537,4 @@ class ChatTemplate:
         (start, end), prompt = tagged, prefixes.prompt(index)
         if prompt is not None and start < len(prompt) < end and prefixes.text.startswith(prompt):
             start = len(prompt)
-        return start, start + answer_length(prefixes.text[start:end], self.end_tokens)
+        return start, start + self.answer_length(prefixes.text[start:end])

@@ -58,7 +58,7 @@ def _rewrites_history(template: ChatTemplate) -> bool:
 
 def _check_prefixes(template: ChatTemplate, probe: Conversation, text: str, answer: str) -> None:
     try:
-        start, end = template.prefixes(probe, text).answer(1, template.end_tokens)
+        start, end = template.prefixes(probe, text).answer(1)
     except RewrittenError as error:
         raise _unstable(template, str(error), is_single_turn=True) from error
     if answer not in text[start:end]:

@@ -105,14 +105,26 @@ class Output:
         text = isinstance(renderable, str)
         self._show(clean(renderable) if text else renderable, soft_wrap=text)
 
-    def table(self, columns: "Sequence[Column | str]", rows: Iterable[Sequence[Any]]) -> None:
-        """Print a table to stdout; ``">name"`` aligns a column to the right. Files and pipes get every cell uncut."""
-        from hiddenstore.console.text import build
+    def table(
+        self,
+        columns: "Sequence[Column | str]",
+        rows: Iterable[Sequence[Any]],
+        parts: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Print a table to stdout; ``">name"`` aligns a column to the right. Files and pipes get every cell uncut.
+        Where a terminal is too narrow for that and there are ``parts``, each is a table of the columns of these
+        numbers."""
+        from hiddenstore.console.text import build, fits
 
         width = self.out.width
         if not self.out.is_terminal and not environ.get("COLUMNS"):
             self.out.width = _WIDER_THAN_ANY_ROW
-        self._show(build(columns, rows, self.out.width))
+        rows = list(rows)
+        if not parts or fits(columns, rows, self.out.width):
+            parts = [range(len(columns))]
+        for part in parts:
+            cells = [[row[number] for number in part if number < len(row)] for row in rows]
+            self._show(build([columns[number] for number in part], cells, self.out.width))
         self.out.width = width
 
     def pairs(self, rows: Iterable[tuple[Any, Any]]) -> None:

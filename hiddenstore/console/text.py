@@ -6,7 +6,7 @@ Sizes are decimal (GB = 10^9 bytes) everywhere.
 import re
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite, isnan
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
@@ -35,14 +35,9 @@ def build(columns: Sequence[Column | str], rows: Iterable[Sequence[Any]], width:
     from rich.padding import Padding
     from rich.table import Table
 
-    specs = [c if isinstance(c, Column) else Column(c.lstrip(">"), right=c.startswith(">")) for c in columns]
-    cells = [[_cell(value) for value in row] for row in rows]
-    widest = [max((row[i].cell_len for row in cells if i < len(row)), default=0) for i in range(len(specs))]
-    names = [spec.name for spec in specs]
-    if _row_width(specs, names, widest) > width - indent:
-        words = [max(cell, *map(len, name.split()), 1) for cell, name in zip(widest, names, strict=True)]
-        names = ["\n".join(wrap(name, most)) for name, most in zip(names, words, strict=True)]
-    gap = 2 if _row_width(specs, names, widest) <= width - indent else 1
+    specs, cells = _specs(columns), [[_cell(value) for value in row] for row in rows]
+    names, narrowest = _headings(specs, cells, width - indent)
+    gap = 2 if narrowest <= width - indent else 1
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim", show_header=any(names))
     any_wide = any(spec.wide for spec in specs)
     for index, (spec, name) in enumerate(zip(specs, names, strict=True)):
@@ -52,6 +47,13 @@ def build(columns: Sequence[Column | str], rows: Iterable[Sequence[Any]], width:
     for row in cells:
         table.add_row(*row)
     return Padding(table, (0, 0, 0, indent), expand=False)
+
+
+def fits(columns: Sequence[Column | str], rows: Iterable[Sequence[Any]], width: int, indent: int = 2) -> bool:
+    """Whether ``build`` cuts no cell at ``width`` characters."""
+    specs = [replace(spec, wide=False) for spec in _specs(columns)]
+    _, narrowest = _headings(specs, [[_cell(value) for value in row] for row in rows], width - indent)
+    return narrowest - (len(specs) - 1) <= width - indent
 
 
 def pairs(rows: Iterable[tuple[Any, Any]], indent: int = 2) -> "Padding":
@@ -65,6 +67,20 @@ def pairs(rows: Iterable[tuple[Any, Any]], indent: int = 2) -> "Padding":
     for label, value in rows:
         table.add_row(_cell(label), _cell(value, keep_lines=True))
     return Padding(table, (0, 0, 0, indent), expand=False)
+
+
+def _specs(columns: Sequence[Column | str]) -> list[Column]:
+    return [c if isinstance(c, Column) else Column(c.lstrip(">"), right=c.startswith(">")) for c in columns]
+
+
+def _headings(specs: Sequence[Column], cells: "Sequence[Sequence[Text]]", most: int) -> tuple[list[str], int]:
+    """Headings, in lines where a row would be wider than ``most`` characters, and how wide a row is then."""
+    widest = [max((row[i].cell_len for row in cells if i < len(row)), default=0) for i in range(len(specs))]
+    names = [spec.name for spec in specs]
+    if _row_width(specs, names, widest) > most:
+        words = [max(cell, *map(len, name.split()), 1) for cell, name in zip(widest, names, strict=True)]
+        names = ["\n".join(wrap(name, longest)) for name, longest in zip(names, words, strict=True)]
+    return names, _row_width(specs, names, widest)
 
 
 def _row_width(specs: Sequence[Column], names: Sequence[str], widest: Sequence[int]) -> int:

@@ -123,3 +123,58 @@ def test_prepare_counts_last_answers_without_an_end(tmp_path: Path) -> None:
     assert document.ends_unlearned == 2
     plain = json.loads((tmp_path / "data" / "data.json").read_bytes())
     assert plain["ends_unlearned"] == 2
+
+
+COMMAND_A = (
+    "{% for m in messages %}<|START_OF_TURN|>{% if m['role'] == 'assistant' %}<|CHATBOT|>"
+    "{% if m.tool_calls %}<|START_ACTION|>{{ m.tool_calls[0].function.name }}<|END_ACTION|>"
+    "{% else %}<|START_RESPONSE|>{{ m['content'] }}<|END_RESPONSE|>{% endif %}"
+    "{% else %}<|USER|>{{ m['content'] }}{% endif %}<|END_OF_TURN|>{% endfor %}"
+    "{% if add_generation_prompt %}<|START_OF_TURN|><|CHATBOT|>{% endif %}"
+)
+"""Command A's, without its preamble: an answer ends with two special tokens, and the target writes both."""
+PHI = (
+    "{% for m in messages %}<|USER|>{{ m['content'] }}<|END_RESPONSE|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|USER|>{% else %}<|END_OF_TURN|>{% endif %}"
+)
+"""Phi-3.5's: the end of the text stands behind that of the turn."""
+PARTS = (
+    "START_OF_TURN",
+    "END_OF_TURN",
+    "CHATBOT",
+    "USER",
+    "START_RESPONSE",
+    "END_RESPONSE",
+    "START_ACTION",
+    "END_ACTION",
+)
+
+
+def supervised_by(folder: Path, template: str, messages: list[dict[str, Any]], ends: Any) -> list[str]:
+    tokenizer = tiny_tokenizer(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|{part}|>" for part in PARTS]})
+    tokenizer.save_pretrained(folder)
+    config = {"model_type": "llama", "vocab_size": len(tokenizer), "max_position_embeddings": 256}
+    (folder / "config.json").write_text(json.dumps(config))
+    named = {"eos_token_id": tokenizer.convert_tokens_to_ids(ends)}
+    (folder / "generation_config.json").write_text(json.dumps(named))
+    target = open_target(str(folder))
+    chat_template = ChatTemplate(target.tokenizer, end_ids=target.end_ids)
+    (sample,) = chat_template.tokenise([Conversation("f:1", messages)])
+    assert isinstance(sample, Tokenised), sample
+    return supervised(target.tokenizer, sample)
+
+
+def test_an_end_of_turn_behind_the_end_of_the_response_is_learned(tmp_path: Path) -> None:
+    messages = [*WITH_TOOLS[:2], {"role": "user", "content": "5"}, WITH_TOOLS[3]]
+    assert supervised_by(tmp_path, COMMAND_A, messages, "<|END_OF_TURN|>") == [
+        "<|START_ACTION|>adder<|END_ACTION|><|END_OF_TURN|>",
+        "<|START_RESPONSE|>five<|END_RESPONSE|><|END_OF_TURN|>",
+    ]
+
+
+@pytest.mark.parametrize("ends", ["<|END_OF_TURN|>", ["<|END_OF_TURN|>", "<|END_RESPONSE|>"]])
+def test_an_end_of_the_text_behind_that_of_the_turn_is_not_learned(tmp_path: Path, ends: Any) -> None:
+    assert supervised_by(tmp_path, PHI, chat("a", "b"), ends) == ["b<|END_RESPONSE|>"]
+    both = chat("a", "b", "c", "d")
+    assert supervised_by(tmp_path / "both", PHI, both, ends) == ["b<|END_RESPONSE|>", "d<|END_RESPONSE|>"]

@@ -145,6 +145,8 @@ def test_members_of_requests_can_be_set_on_the_command_line(tmp_path: Path, doub
         main(["regenerate", chats, "-o", str(tmp_path / "o.jsonl"), "--server", double.url, *words])
     assert caught.value.code == 0
     assert double.asked[0]["chat_template_kwargs"] == {"enable_thinking": False}
+    (row,) = map(json.loads, (tmp_path / "o.jsonl").read_text().splitlines())
+    assert row["chat_template_kwargs"] == {"enable_thinking": False}
     assert (double.asked[0]["stop"], double.asked[0]["min_p"]) == (["a", "b"], 0.1)
     assert double.asked[0]["top_p"] == 1
 

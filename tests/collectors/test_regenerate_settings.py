@@ -11,7 +11,7 @@ from collectors.regenerate.answers import AnswersFolder
 from collectors.regenerate.invent import invent
 from collectors.regenerate.job import regenerate, take_answered
 from collectors.regenerate.options import RegenerateOptions, answer_settings, target_digests
-from hiddenstore.errors import ConflictError, InterruptError
+from hiddenstore.errors import CaptureError, ConfigError, ConflictError, InterruptError
 from tests.collectors.tiny import save_target
 
 
@@ -81,3 +81,36 @@ def test_a_run_that_was_begun_before_checkpoints_were_compared_goes_on(options: 
     settings = json.loads(path.read_bytes())
     path.write_text(json.dumps({name: value for name, value in settings.items() if not name.endswith("_sha256")}))
     assert regenerate(options).resumed >= 2
+
+
+OFF = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+def test_switches_of_all_answers_reach_the_chat_template_in_this_process_and_the_rows(
+    options: RegenerateOptions, tmp_path: Path
+) -> None:
+    template = tmp_path / "switch.jinja"
+    template.write_text("{% if enable_thinking is defined %}{{ 1 / 0 }}{% endif %}a")
+    refused = replace(options, template=str(template), extra=OFF)
+    with pytest.raises(CaptureError, match="4 refused"):
+        regenerate(refused)
+    regenerate(replace(options, out=tmp_path / "off.jsonl", extra=OFF))
+    rows = [json.loads(line) for line in (tmp_path / "off.jsonl").read_text().splitlines()]
+    assert rows
+    assert all(row["chat_template_kwargs"] == {"enable_thinking": False} for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"top_k": 20}, "extra.top_k is a member of requests"),
+        ({"chat_template_kwargs": "off"}, "extra.chat_template_kwargs: "),
+        ({"chat_template_kwargs": {"messages": []}}, "extra.chat_template_kwargs: .*messages"),
+    ],
+)
+def test_members_that_no_answer_in_this_process_would_follow_are_refused(
+    options: RegenerateOptions, extra: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        regenerate(replace(options, extra=extra))
+    assert caught.value.kind == "option-invalid"

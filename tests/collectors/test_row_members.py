@@ -1,6 +1,7 @@
 """What a row says beside its turns: system messages, history, functions, weights and switches of its chat template."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tiny_templates import CHATML, CHATML_TAGGED, STRIPS_THOUGHTS, chat, tiny_tokenizer
+from tiny_templates import CHATML, CHATML_TAGGED, STRIPS_THOUGHTS, chat, tiny_target, tiny_tokenizer, write_rows
 
 from collectors.conversations.mix import open_sources
 from collectors.conversations.parse import Conversation, Problem, Row, parse_row
 from collectors.conversations.prompts import Augmentation, Variant, write_prompts
+from collectors.regenerate.job import regenerate
+from collectors.regenerate.options import RegenerateOptions
 from collectors.regenerate.output import rows_into
 from collectors.regenerate.rewrite import Reply, Rewrite
+from collectors.tokenize.prepare import prepare
 from collectors.tokenize.template import ChatTemplate, Tokenised
+from hiddenstore.cli import main
+from hiddenstore.errors import ConfigError
 from schemas.prepared import LossOn
 
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
@@ -170,7 +176,7 @@ def test_switches_of_a_row_reach_its_chat_template(members: dict[str, Any]) -> N
         {"chat_template_kwargs": {"messages": "none"}},
         {"chat_template_kwargs": {"tools": "none"}},
         {"chat_template_kwargs": {"documents": [{"text": "a"}]}},
-        {"chat_template_kwargs": {"switches": ["a"]}},
+        {"chat_template_kwargs": {"switches": [b"a"]}},
         {"chat_template_kwargs": ["enable_thinking"]},
         {"chat_template_kwargs": {"enable_thinking": True}, "enable_thinking": False},
         {"enable_thinking": "no"},
@@ -178,6 +184,38 @@ def test_switches_of_a_row_reach_its_chat_template(members: dict[str, Any]) -> N
 )
 def test_switches_that_cannot_be_given_are_refused(members: dict[str, Any]) -> None:
     assert reason({"messages": HI, **members}) == "template-kwargs-invalid"
+
+
+LAST_OFF = SWITCH.replace("m.role == 'assistant' and", "loop.last and m.role == 'assistant' and")
+"""Qwen3's of ``enable_thinking``: the empty thought stands before the last answer alone."""
+
+
+def test_rows_that_their_switches_make_unstable_are_said_with_what_keeps_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"messages": chat("a", "b", "c", "d"), "enable_thinking": thinking} for thinking in (True, False)]
+    chats, target = write_rows(tmp_path / "c.jsonl", rows), tiny_target(tmp_path / "target", LAST_OFF)
+    for loss_on, samples in (("assistant", 1), ("last-turn", 2)):
+        out = tmp_path / loss_on
+        with pytest.raises(SystemExit):
+            main(["prepare", chats, "-o", str(out), "--target", target, "--val", "0", "--loss-on", loss_on])
+        shown = " ".join(capsys.readouterr().err.split())
+        assert ("1 row was left out: this chat template does not write their answers" in shown) == (samples == 1)
+        assert ("--loss-on last-turn asks" in shown) == (samples == 1)
+        assert json.loads((out / "data.json").read_bytes())["samples"] == samples
+
+
+TOOLS_IN_WORDS = "{% if python_tools %}<tools>{{ python_tools | join(', ') }}</tools>{% endif %}" + CHATML
+
+
+def test_lists_and_objects_reach_the_chat_template_as_smoltalk2_has_them() -> None:
+    kwargs = {"custom_instructions": "", "enable_thinking": False, "python_tools": ["def f(): ..."], "xml_tools": []}
+    assert parsed({"messages": HI, "chat_template_kwargs": kwargs}).template_kwargs == kwargs
+    nested = {"style": {"tone": "dry", "absent": None}}
+    assert parsed({"messages": HI, "chat_template_kwargs": nested}).template_kwargs == {"style": {"tone": "dry"}}
+    template, sample = sample_of(TOOLS_IN_WORDS, "assistant", {"messages": HI, "chat_template_kwargs": kwargs})
+    assert isinstance(sample, Tokenised), sample
+    assert template.tokenizer.decode(sample.input_ids).startswith("<tools>def f(): ...</tools>")
 
 
 def test_a_table_s_columns_beside_the_turns_are_read(tmp_path: Path) -> None:
@@ -241,3 +279,59 @@ def test_parquet_keeps_every_member_of_a_message(tmp_path: Path) -> None:
     plain = parsed(row)
     assert (read.messages, read.tools, read.cut, read.untaught) == (plain.messages, plain.tools, {1}, {1})
     assert read.template_kwargs == plain.template_kwargs == {"enable_thinking": True}
+
+
+def test_prompts_keep_who_speaks_and_join_the_turns_of_one_speaker_alone(tmp_path: Path) -> None:
+    said = [("ann", "one"), ("ann", "two"), ("bob", "three"), (None, "four"), (None, "five")]
+    turns = [{"role": "user", "content": text, **({"name": name} if name else {})} for name, text in said]
+    rows = [{"messages": [*turns, HI[1]]}, {"messages": [{**BRIEF, "name": "host"}, *HI]}]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_prompts([str(tmp_path / "chats.jsonl")], tmp_path / "p.jsonl")
+    first, second = (json.loads(line)["messages"] for line in (tmp_path / "p.jsonl").read_text().splitlines())
+    assert first == [
+        {"role": "user", "name": "ann", "content": "one\n\ntwo"},
+        {"role": "user", "name": "bob", "content": "three"},
+        {"role": "user", "content": "four\n\nfive"},
+    ]
+    assert second == [{"role": "system", "name": "host", "content": "be brief"}, HI[0]]
+
+
+@pytest.mark.parametrize(
+    ("beside", "says"),
+    [
+        ({"history": 3}, "history is a number, expected pairs"),
+        ({"history": "long ago"}, "history is no JSON"),
+        ({"system": {"id": 7}}, "system is an object, expected text"),
+        (
+            {"system": "be kind", "system_prompt": "be brief"},
+            "system and system_prompt are system messages that differ",
+        ),
+        ({"functions": "weather"}, "functions is no JSON"),
+    ],
+)
+def test_a_refusal_names_the_member_and_what_keeps_the_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], beside: dict[str, Any], says: str
+) -> None:
+    problem = parse_row(Row("f:1", {**PAIR, **beside}, 1))
+    assert isinstance(problem, Problem)
+    assert says in problem.detail
+    chats = write_rows(tmp_path / "c.jsonl", [{**PAIR, **beside}, PAIR])
+    for name, more in (("data", ["--target", tiny_target(tmp_path / "target"), "--val", "0"]), ("p", [])):
+        mode = [] if more else ["--mode", "generate"]
+        with pytest.raises(SystemExit) as ended:
+            main(["prepare", chats, "-o", str(tmp_path / name), *more, *mode])
+        shown = " ".join(capsys.readouterr().err.split())
+        assert ended.value.code == 0, shown
+        assert f"means something else ({problem.reason}): jq -c 'del(.MEMBER)' INPUT" in shown
+    alone, target = [write_rows(tmp_path / "b.jsonl", [{**PAIR, **beside}])], str(tmp_path / "target")
+    refused: list[Callable[[], object]] = [
+        lambda: prepare(alone, tmp_path / "d", target),
+        lambda: write_prompts(alone, tmp_path / "q"),
+        lambda: regenerate(
+            RegenerateOptions(tuple(alone), tmp_path / "a.jsonl", server="http://127.0.0.1:9", model="m")
+        ),
+    ]
+    for run in refused:
+        with pytest.raises(ConfigError, match=says) as caught:
+            run()
+        assert "jq -c" in str(caught.value.hint)

@@ -6,7 +6,7 @@ from tiny_templates import CHATML, CHATML_TAGGED, chat, tiny_tokenizer
 
 from collectors.conversations.parse import Conversation
 from collectors.tokenize.template import ChatTemplate, Tokenised
-from collectors.tokenize.thoughts import reasoning_ranges
+from collectors.tokenize.thoughts import reasoning_ranges, with_known_reasoning
 
 HARMONY = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}"
@@ -93,3 +93,26 @@ def test_a_thought_that_the_prompt_opened_may_speak_of_tags() -> None:
     text = "<think>\nHe means `<think>` tags.\n</think>\nYes."
     start = text.index("He")
     assert reasoning_ranges(text, [(start, len(text))]) == [(start, text.index("\nYes"))]
+
+
+READS = CHATML.replace("{{ m['content'] }}", "{% if m.NAME %}<think>{{ m.NAME }}</think>{% endif %}{{ m['content'] }}")
+
+
+@pytest.mark.parametrize("given", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_reaches_the_template_under_the_name_that_it_reads(given: str, read: str) -> None:
+    asked, said = chat("two?", "Four.")
+    template = ChatTemplate(tiny_tokenizer(READS.replace("NAME", read)))
+    (sample,) = template.tokenise([Conversation("f:1", [asked, said | {given: "Two and two."}])])
+    assert isinstance(sample, Tokenised), sample
+    supervised = template.tokenizer.decode(sample.input_ids[np.asarray(sample.loss_mask) == 1])
+    assert supervised == "<think>Two and two.</think>Four.<|im_end|>"
+    assert not sample.is_reasoning_lost
+
+
+def test_reasoning_stays_as_it_is_where_the_template_reads_it_or_none() -> None:
+    asked, said = chat("two?", "Four.")
+    messages = [asked, said | {"reasoning": "a", "thinking": "b"}]
+    both = READS.replace("NAME", "reasoning") + READS.replace("NAME", "thinking")
+    for template in (both, READS.replace("NAME", "thinking"), CHATML, "{% if enable_thinking %}{% endif %}thinking"):
+        assert with_known_reasoning(messages, template) == messages

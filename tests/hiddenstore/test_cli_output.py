@@ -155,6 +155,15 @@ def test_headings_of_several_words_wrap_before_a_cell_is_cut(monkeypatch: pytest
     assert result.stdout == "  accepted length  same answers\n             2.50        4 of 4\n"
 
 
+def test_a_table_of_parts_is_one_table_where_every_cell_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown(columns: str) -> str:
+        monkeypatch.setenv("COLUMNS", columns)
+        return run(lambda: output().table(["task", ">fast"], [["sums", "1.5"]], [[0], [0, 1]])).stdout
+
+    assert shown("11") == "  task fast\n  sums  1.5\n"
+    assert shown("10").startswith("  task\n  sums\n")
+
+
 def test_columns_move_together_before_a_cell_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     for columns, expected in (("17", "  layer_1  12  ██\n"), ("16", "  layer_1 12 ██\n")):
         monkeypatch.setenv("COLUMNS", columns)

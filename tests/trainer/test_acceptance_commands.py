@@ -261,7 +261,7 @@ def test_decode_reads_messages_and_writes_conversations_back(made, tmp_path):
     prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     rows = [
         {"messages": [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "cut off"}]},
-        {"conversations": [{"from": "human", "value": "hello"}]},
+        {"conversations": [{"from": "human", "value": "hello"}], "enable_thinking": False},
         {"prompt": "plain"},
     ]
     prompts.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
@@ -272,6 +272,7 @@ def test_decode_reads_messages_and_writes_conversations_back(made, tmp_path):
     assert [row["messages"][0]["content"] for row in written] == ["abc", "hello"]
     assert [row["messages"][-1]["role"] for row in written] == ["assistant", "assistant"]
     assert [len(row["messages"]) for row in written] == [2, 2]
+    assert [row.get("chat_template_kwargs") for row in written] == [None, {"enable_thinking": False}]
     assert all(len(row["answer_ids"]) <= 12 for row in written)
     cut = [row for row in written if row["messages"][-1].get("finish_reason") == "length"]
     assert {len(row["answer_ids"]) for row in cut} == {12}, "prepare does not teach the end of what was cut"

@@ -134,3 +134,30 @@ def test_a18_a_template_that_never_ends_is_a_named_error_of_the_prompt(tmp_path,
     with pytest.raises(FormatError, match=f"prompt 1 of {file}") as caught:
         next(read_prompts(str(file), tokenizer, IDENTITY, "validation", []))
     assert caught.value.kind == "template-endless"
+
+
+OFF = {"enable_thinking": False}
+
+
+@pytest.mark.parametrize("beside", [OFF, {"chat_template_kwargs": OFF}, {"chat_template_kwargs": {}, **OFF}])
+def test_switches_beside_a_prompt_go_to_the_chat_template(tmp_path, beside):
+    tokenizer, file = make_tokenizer(), tmp_path / "p.jsonl"
+    tokenizer.chat_template += "{% if enable_thinking is defined and not enable_thinking %}off{% endif %}"
+    file.write_text("".join(json.dumps({"prompt": "ab", **more}) + "\n" for more in ({}, beside)))
+    plain, off = read_prompts(str(file), tokenizer, IDENTITY, "validation", [])
+    assert tokenizer.decode(off.ids).replace(" ", "") == tokenizer.decode(plain.ids).replace(" ", "") + "off"
+    assert (plain.template_kwargs, off.template_kwargs) == ({}, OFF)
+
+
+def test_switches_that_no_chat_template_takes_leave_their_prompt_out(tmp_path):
+    file, unusable = tmp_path / "p.jsonl", []
+    rows = [
+        {"enable_thinking": "no"},
+        {"chat_template_kwargs": "off"},
+        {"chat_template_kwargs": {"chat_template": "a"}},
+        {},
+    ]
+    file.write_text("".join(json.dumps({"prompt": "ab", **more}) + "\n" for more in rows))
+    assert len(list(read_prompts(str(file), make_tokenizer(), IDENTITY, "validation", unusable))) == 1
+    assert len(unusable) == 3
+    assert "chat_template_kwargs is no object, or enable_thinking no boolean" in unusable[0]

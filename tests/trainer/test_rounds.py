@@ -187,3 +187,12 @@ def test_a_table_for_a_folder_that_is_not_there_is_refused_before_anything_is_as
         result = evaluate(*words, code=2)
         assert asked_of(server) == []
     assert f"mkdir -p {tmp_path / 'none'}" in result.stderr
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_a_person_is_told_that_a_server_of_unknown_dtype_is_taken_for_bf16(prompts, differs):
+    says = {QUESTION: QUESTION.upper()}
+    others = {QUESTION: QUESTION.upper().replace("NEXT", "LAST")} if differs else says
+    with fake_server(accepts=ACCEPTS, says=others) as server, fake_server(lead=0.5, says=says) as plain:
+        shown = evaluate("--server", server.url, "--baseline-server", plain.url, "--prompts", prompts).stdout
+    assert ("what it computes in is not known: taken for bf16" in " ".join(shown.split())) == differs

@@ -261,8 +261,24 @@ def test_what_was_measured_is_shown_where_the_export_cannot_be_written(
 def test_draft_lengths_of_servers_are_shown_in_one_table(drafter_words: list[str]) -> None:
     result = CliRunner().invoke(main, [*drafter_words, "--draft-len", "1,4"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    lines = [line.split()[1] for line in result.output.splitlines() if line.startswith("  prom")]
+    lines = [line.split()[1] for line in result.output.splitlines() if line.startswith("  prompts ")]
     assert lines == ["1", "4"], result.output
+
+
+def test_tasks_of_a_narrow_terminal_keep_their_names_beside_long_speed_ups(
+    drafter_words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = "roleplay-and-extraction"
+    Path(drafter_words[drafter_words.index("--prompts") + 1]).write_text(f'{{"prompt": "one", "task": "{task}"}}\n')
+    monkeypatch.setenv("COLUMNS", "80")
+    words = [*drafter_words, "--draft-len", "1,4", "--rounds", "2"]
+    result = CliRunner().invoke(main, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    rows = [line for line in result.stdout.splitlines() if task in line]
+    assert [row.split()[1] for row in rows] == ["1", "4", "1", "4"], result.output
+    assert max(map(len, rows)) <= 80
+    assert "…" not in "".join(rows)
+    assert all("x (" in row for row in rows[2:])
 
 
 @pytest.mark.parametrize(

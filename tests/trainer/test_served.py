@@ -322,7 +322,7 @@ def test_what_was_measured_stays_where_llama_cpp_begins_to_round_while_it_answer
 def test_a_llama_server_says_the_gaps_of_a_completion_in_the_form_of_chats():
     with fake_server(engine="llamacpp", lead=0.5) as server:
         client = HttpClient(ServerAccess(server.url))
-        choices = LlamacppServer(client, None, lambda messages: [1]).choices([], SamplingOptions(4))
+        choices = LlamacppServer(client, None, lambda messages, kwargs: [1]).choices([], SamplingOptions(4))
     assert choices == [("MADE", 0.5, "", -0.5)]
 
 
@@ -344,3 +344,13 @@ def test_a_llama_server_without_metrics_is_a_baseline(prompts):
         found = document(words("llamacpp", server, prompts, "--baseline-server", plain.url))
     assert found["accepted_length"] == 2.5
     assert all(row["same_as_baseline"] == row["answers"] for row in found["rows"])
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_switches_beside_a_question_are_sent_with_it_alone(tmp_path, engine):
+    file, off = tmp_path / "p.jsonl", {"enable_thinking": False}
+    file.write_text("".join(json.dumps(row) + "\n" for row in ({"prompt": "one", **off}, {"prompt": "two"})))
+    with fake_server(engine=engine, accepts=ACCEPTS) as server:
+        document(words(engine, server, str(file)))
+        asked = {body["messages"][-1]["content"]: body for _, body in server.asked if body["max_tokens"] > 8}
+    assert {text: body.get("chat_template_kwargs") for text, body in asked.items()} == {"one": off, "two": None}

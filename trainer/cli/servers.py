@@ -1,6 +1,6 @@
 """``hiddenstore eval`` with ``--engine``, ``--serve`` or ``--method``: what servers get accepted, and how fast."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,17 +19,8 @@ from hiddenstore.targets.rendering import RENDER_ERRORS, reason_of
 from trainer.evaluate.acceptance import FRACTION_BITS, tie_gap
 from trainer.evaluate.prompts import Message, Question, left_out, prompt_ids, read_questions
 from trainer.evaluate.rounds import FEWEST_ROUNDS, departures, is_shown_to_pay, measure_rounds, rows_of
-from trainer.evaluate.server import (
-    ALL,
-    SERVERS,
-    Render,
-    SamplingOptions,
-    Server,
-    markdown,
-    require_one_model,
-    spread,
-    table,
-)
+from trainer.evaluate.server import ALL, SERVERS, Render, SamplingOptions, Server, require_one_model
+from trainer.evaluate.table import markdown, parts_of, spread, table
 from trainer.serve import ENGINES
 from trainer.serve.drafter import keep_draft_len
 from trainer.serve.launch import server_of
@@ -275,9 +266,9 @@ def _renderer(target: str, options: ServerOptions) -> Render:
         raise ConfigError(f"the tokenizer of {target} has no chat template", kind=Kind.TEMPLATE_MISSING)
     fix = "leave --target out: the server renders by its own"
 
-    def render(messages: Sequence[Message]) -> list[int]:
+    def render(messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> list[int]:
         try:
-            return prompt_ids(tokenizer, messages, "a prompt", fix)
+            return prompt_ids(tokenizer, messages, "a prompt", fix, template_kwargs)
         except RENDER_ERRORS as error:
             problem = f"the chat template of {target} refuses a prompt: {reason_of(error)}"
             raise ConfigError(problem, kind=Kind.TEMPLATE_INVALID, hint=fix) from error
@@ -291,7 +282,7 @@ def _show(document: dict[str, Any]) -> None:
         if url and len(urls) > 1:
             output().print(url)
         head, cells = table([row for row in document["rows"] if url in (None, row["server"])])
-        output().table([head[0], *(f">{name}" for name in head[1:])], cells)
+        output().table([head[0], *(f">{name}" for name in head[1:])], cells, parts_of(head))
     answers = f"{document['answers']:,} answers of at most {document['max_new_tokens']:,} tokens"
     how = f"{document['concurrency']} at a time, temperature {document['temperature']:g}"
     pairs = [("model", document["model"]), ("asked", f"{answers}, {how}")]
@@ -299,6 +290,8 @@ def _show(document: dict[str, Any]) -> None:
         gaps = ", ".join(f"{gap:.3g}" for gap in sorted({tie["logit_gap"] for tie in document["ties"]}))
         parted = f"{count_of(document['ties'])} first differ at a tie" + (f" (logit gaps {gaps})" if gaps else "")
         pairs.append(("differ", f"{parted}, {count_of(document['differences'])} otherwise"))
+        if document["dtype"] is None and (document["ties"] or document["differences"]):
+            pairs.append(("", "what it computes in is not known: taken for bf16, whose ties are the widest"))
         if any(tie["logit"] is None for tie in document["ties"]):
             widest = tie_gap(None, document["dtype"] or "bfloat16")
             pairs.append(("", f"their logits' size was not said: taken to be below 64, so that a tie is {widest:g}"))

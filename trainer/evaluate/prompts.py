@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from schemas.prepared import PreparedData
 FIELDS = ("messages", "conversations", "turns", "prompt", "question", "problem")
 TURNS = ("turns", "prompt")
 """Fields that may list the texts of a user's turns."""
+TEMPLATE_KWARGS, ENABLE_THINKING = "chat_template_kwargs", "enable_thinking"
 EXAMPLES = 3
 """Rows that a message about several quotes."""
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
@@ -30,11 +31,12 @@ Message = dict[str, str]
 @dataclass(frozen=True)
 class Question:
     """One conversation to be answered: ``history`` ends with a user's message; ``more`` are the user's next ones, each
-    asked after the answer to the one before."""
+    asked after the answer to the one before; ``template_kwargs``: what the chat template is given besides."""
 
     task: str
     history: tuple[Message, ...]
     more: tuple[str, ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_questions(files: Sequence[str], unusable: list[str], count: int | None = None) -> list[Question]:
@@ -56,7 +58,8 @@ def questions_of(path: Path, unusable: list[str]) -> Iterator[Question]:
     """Questions of a JSONL file, in order. Rows that ask nothing are put into ``unusable``, as ``file:line: why``. A
     line holds ``messages`` or ``conversations``, ``turns`` (MT-Bench), ``prompt`` (HumanEval, a text or a list of a
     user's turns), ``question`` (GSM8K) or ``problem`` (MATH). Its task is ``task``, else ``category``, else the file's
-    name. Raises NotFoundError: ``path-missing``."""
+    name. ``chat_template_kwargs`` and ``enable_thinking`` beside it go to the chat template. Raises NotFoundError:
+    ``path-missing``."""
     if not path.is_file():
         raise NotFoundError(
             f"no prompts at {path}: expected a JSONL file",
@@ -104,7 +107,23 @@ def _question(line: bytes, stem: str) -> Question | str:
     row = {"messages": row} if isinstance(row, list) else row
     if not isinstance(row, dict):
         return "expected an object"
-    task = str(row.get("task") or row.get("category") or stem)
+    kwargs = _template_kwargs(row)
+    if isinstance(kwargs, str):
+        return kwargs
+    question = _asked(row, str(row.get("task") or row.get("category") or stem))
+    return question if isinstance(question, str) else replace(question, template_kwargs=kwargs)
+
+
+def _template_kwargs(row: Mapping[str, Any]) -> dict[str, Any] | str:
+    """What a row gives its chat template, or why it cannot."""
+    kwargs, switch = row.get(TEMPLATE_KWARGS), row.get(ENABLE_THINKING)
+    if not isinstance(kwargs, dict | None) or not isinstance(switch, bool | None):
+        return f"{TEMPLATE_KWARGS} is no object, or {ENABLE_THINKING} no boolean"
+    return (kwargs or {}) | ({} if switch is None else {ENABLE_THINKING: switch})
+
+
+def _asked(row: Mapping[str, Any], task: str) -> Question | str:
+    """The question of a row by the first of ``FIELDS`` that it has, or why there is none."""
     name = next((name for name in FIELDS if row.get(name)), "")
     value = row.get(name)
     if isinstance(value, str):
@@ -142,10 +161,12 @@ def _text(content: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids up to where the target's answer begins, and the messages they were made of, where known."""
+    """Token ids up to where the target's answer begins, and the messages they were made of, where known, with what the
+    chat template was given besides."""
 
     ids: list[int]
     messages: list[dict[str, str]] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_prompts(
@@ -192,18 +213,25 @@ def _from_jsonl(path: Path, tokenizer: Any, unusable: list[str]) -> Iterator[Pro
     for number, question in enumerate(questions_of(path, unusable), start=1):
         messages, location = list(question.history), f"prompt {number} of {path}"
         try:
-            ids = prompt_ids(tokenizer, messages, location, fix)
+            ids = prompt_ids(tokenizer, messages, location, fix, question.template_kwargs)
         except RENDER_ERRORS as error:
             unusable.append(f"{location}: the chat template refuses it: {reason_of(error)}")
             continue
-        yield Prompt(ids, messages)
+        yield Prompt(ids, messages, question.template_kwargs)
 
 
-def prompt_ids(tokenizer: Any, messages: Sequence[Message], location: str, fix: str) -> list[int]:
+def prompt_ids(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    location: str,
+    fix: str,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Token ids of a conversation up to where the answer begins; ``fix`` is what to do about an endless template."""
+    template, kwargs = template_of(tokenizer), template_kwargs or {}
     with limited_rendering(location, fix):
         ids = tokenizer.apply_chat_template(
-            list(messages), chat_template=template_of(tokenizer), add_generation_prompt=True, return_dict=False
+            list(messages), chat_template=template, add_generation_prompt=True, return_dict=False, **kwargs
         )
     return [int(token) for token in ids]
 

@@ -6,7 +6,7 @@ compared, and their spread says how far to trust the ratio.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from statistics import median
@@ -151,12 +151,13 @@ class _Again:
         self.plain, self.sampling = plain, sampling
         self.known: dict[str, list[Choice]] = {}
 
-    def choices(self, messages: list[Message]) -> list[Choice]:
+    def choices(self, messages: list[Message], template_kwargs: Mapping[str, Any]) -> list[Choice]:
         """The tokens of its answer; empty where it does not say."""
-        key = json.dumps(messages)
+        sampling = replace(self.sampling, template_kwargs=template_kwargs)
+        key = json.dumps([messages, template_kwargs])
         if key not in self.known:
             try:
-                self.known[key] = self.plain.choices(messages, self.sampling)
+                self.known[key] = self.plain.choices(messages, sampling)
             except HiddenstoreError:
                 # What was measured is not lost over a server that says no more.
                 self.known[key] = []
@@ -170,7 +171,7 @@ def _departure(again: _Again, question: Question, turns: _Turns) -> Departure:
     before: list[Message] = list(question.history)
     for (answer, _), more in zip(turns[:-1], question.more, strict=False):
         before += [{"role": "assistant", "content": answer}, {"role": "user", "content": more}]
-    choices = again.choices(before)
+    choices = again.choices(before, question.template_kwargs)
     repeats = "".join(choice.token for choice in choices).startswith(greedy[:at])
     parting = _parting(choices, drafted, at) if repeats else None
     says_logits = any(choice.value > SURELY_A_LOGIT for choice in choices)

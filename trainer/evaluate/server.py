@@ -1,4 +1,4 @@
-"""Running servers measured: how each is asked, where it counts the drafted tokens it accepted, and the table of it."""
+"""Running servers measured: how each is asked, and where it counts the drafted tokens it accepted."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.servers.http import NO_PENALTIES, HttpClient, RefusedError
-from trainer.evaluate.prompts import Message, Question
+from trainer.evaluate.prompts import TEMPLATE_KWARGS, Message, Question
 
 VLLM_PREFIX, LLAMACPP_PREFIX = "vllm:spec_decode_num_", "llamacpp:spec_decode_num_"
 LLAMACPP_EXACT = 1_000_000
@@ -143,16 +143,17 @@ def _first(meta_info: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((meta_info[name] for name in names if meta_info.get(name) is not None), None)
 
 
-Render = Callable[[Sequence[Message]], list[int]]
-"""Messages to the token ids of a prompt, by the target's own chat template."""
+Render = Callable[[Sequence[Message], Mapping[str, Any]], list[int]]
+"""Messages, and what the target's own chat template is given besides, to the token ids of a prompt."""
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How answers are sampled; temperature 0 is greedy."""
+    """How answers are sampled, temperature 0 is greedy; and what the chat template is given besides the messages."""
 
     max_new_tokens: int
     temperature: float = 0.0
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -186,14 +187,18 @@ class Server:
         """The answer to a conversation."""
         body = self._body(sampling)
         if self._render:
-            return self.client.post("/v1/completions", {**body, "prompt": self._render(messages)}, _read_completion)
+            return self.client.post(
+                "/v1/completions",
+                {**body, "prompt": self._render(messages, sampling.template_kwargs)},
+                _read_completion,
+            )
         return self.client.post("/v1/chat/completions", {**body, "messages": list(messages)}, _read_chat)
 
     def choices(self, messages: Sequence[Message], sampling: SamplingOptions) -> "list[Choice]":
         """The answer once more, token by token; empty where the server does not say."""
         body = self._body(sampling)
         if self._render:
-            body |= {"prompt": self._render(messages), "logprobs": 2}
+            body |= {"prompt": self._render(messages, sampling.template_kwargs), "logprobs": 2}
             return self.client.post("/v1/completions", body, _read_completion_choices)
         body |= {"messages": list(messages), "logprobs": True, "top_logprobs": 2}
         return self.client.post("/v1/chat/completions", body, _read_chat_choices)
@@ -217,7 +222,9 @@ class Server:
 
     def _body(self, sampling: SamplingOptions) -> dict[str, Any]:
         asked = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
-        return {"model": self.model, **asked, **self.plain}
+        # Prompts that are rendered here hold them already.
+        kwargs = {} if self._render else dict(sampling.template_kwargs)
+        return {"model": self.model, **asked, **self.plain, **({TEMPLATE_KWARGS: kwargs} if kwargs else {})}
 
 
 class OtherServer(Server):
@@ -235,7 +242,7 @@ class SglangServer(Server):
     def ask(self, messages: Sequence[Message], sampling: SamplingOptions) -> Completion:
         if self._render:
             params = {"max_new_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, **self.plain}
-            prompt = {"input_ids": self._render(messages), "sampling_params": params}
+            prompt = {"input_ids": self._render(messages, sampling.template_kwargs), "sampling_params": params}
             return self.client.post("/generate", prompt, _read_generated)
         body = {**self._body(sampling), "messages": list(messages), "return_meta_info": True}
         return self.client.post("/v1/chat/completions", body, _read_chat_with_meta)
@@ -482,7 +489,7 @@ def by_task(questions: Iterable[Question]) -> Iterable[tuple[str, Iterable[Quest
 
 def _conversation(server: Server, question: Question, sampling: SamplingOptions) -> list[Completion]:
     """Answers to the turns of one question, each reading those before it."""
-    messages: list[Message] = list(question.history)
+    messages, sampling = list(question.history), replace(sampling, template_kwargs=question.template_kwargs)
     answers = [server.ask(messages, sampling)]
     for turn in question.more:
         messages += [{"role": "assistant", "content": answers[-1].text}, {"role": "user", "content": turn}]
@@ -539,54 +546,3 @@ def row_of(url: str, result: TaskResult, baseline: TaskResult | None) -> Row:
         "same_as_baseline": same,
         "others_were_served": result.others_were_served,
     }
-
-
-def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells for a terminal or Markdown; a server's total is left out where it is that of one task."""
-    servers = [row["server"] for row in rows]
-    listed = [row for row in rows if row["task"] != ALL or servers.count(row["server"]) > 2]
-    head = ["task", "draft of", "accepted length", "by position", "tokens/s"]
-    cells = [
-        [
-            row["task"],
-            _text(row["draft_len"], "{}"),
-            _text(row["accepted_length"], "{:.2f}"),
-            " ".join(f"{share:.2f}" for share in row["per_position"]) or "–",
-            f"{row['tokens_per_s']:,.1f}",
-        ]
-        for row in listed
-    ]
-    if any(row["speedup"] is not None for row in rows):
-        head += ["without", "speed-up", "same answers"]
-        for line, row in zip(cells, listed, strict=True):
-            line += [
-                _text(row["baseline_tokens_per_s"], "{:,.1f}"),
-                _text(row["speedup"], "{:.2f}x") + spread(row["speedup_rounds"]),
-                _text(row["same_as_baseline"], "{}") + f" of {row['answers']}",
-            ]
-    return head, cells
-
-
-def markdown(document: Mapping[str, Any]) -> str:
-    """The report: what was measured in a line, and the table."""
-    head, cells = table(document["rows"])
-    how = "greedy" if not document["temperature"] else f"temperature {document['temperature']:g}"
-    beside = "; speed-up against the same server without speculation" if document["baseline_server"] else ""
-    lines = [
-        f"{document['model']} on {document['engine']}, {how}, answers of at most {document['max_new_tokens']} tokens, "
-        f"{document['concurrency']} at a time. Accepted length counts the target's own token{beside}.",
-        "",
-        f"| {' | '.join(head)} |",
-        "|---" * len(head) + "|",
-        *(f"| {' | '.join(line)} |" for line in cells),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def spread(ratios: Sequence[float]) -> str:
-    """`` (1.19–1.31)``: least and greatest of several; nothing of one."""
-    return f" ({min(ratios):.2f}–{max(ratios):.2f})" if len(ratios) > 1 else ""
-
-
-def _text(value: Any, form: str) -> str:
-    return "–" if value is None else form.format(value)
