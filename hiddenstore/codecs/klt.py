@@ -73,8 +73,8 @@ class Transform:
         y = y / y.square().mean(1, keepdim=True).sqrt().clamp(min=_SMALLEST_SCALE)
         cut = max(1, round(len(y) * _BASIS_SHARE))
         first, rest = y[:cut], y[cut:] if len(y) > cut else y
-        basis = torch.linalg.eigh((first.T @ first / max(1, len(first))).double()).eigenvectors.float()
-        variance = (rest @ basis).square().mean(0).clamp(min=_SMALLEST_VARIANCE)
+        basis = torch.linalg.eigh((_matmul(first.T, first) / max(1, len(first))).double()).eigenvectors.float()
+        variance = _matmul(rest, basis).square().mean(0).clamp(min=_SMALLEST_VARIANCE)
         order = variance.argsort(descending=True)
         return cls._of(basis[:, order].T, variance[order].sqrt())
 
@@ -83,8 +83,8 @@ class Transform:
         """basis fp32 [D, D] by rows, sizes fp32 [D] of the components, descending."""
         width = len(sizes)
         filled = torch.nn.functional.pad(sizes, (0, -width % GROUP)).view(-1, GROUP)
-        bits = torch.tensor(allocation(filled.square().mean(1).tolist(), code_bytes(width)))
-        step = torch.tensor((0.0, *_GAUSSIAN_STEPS))[bits].repeat_interleave(GROUP)[:width].to(sizes.device) * sizes
+        bits = torch.tensor(allocation(filled.square().mean(1).tolist(), code_bytes(width)), device="cpu")
+        step = sizes.new_tensor((0.0, *_GAUSSIAN_STEPS))[bits].repeat_interleave(GROUP)[:width] * sizes
         # Far below the others a component would be a row of zeros, which cannot be turned back.
         step = step.clamp(min=float(step.max()) / 64)
         shares = basis * (step / 2)[:, None]
@@ -120,7 +120,7 @@ class Transform:
             or not self.bits.all()
         ):
             return "bits that do not fill a row"
-        largest = max(float(((self.levels - 1).float() @ half.abs()).max()) for half in _halves(self.weight))
+        largest = max(float(_matmul((self.levels - 1).float(), half.abs()).max()) for half in _halves(self.weight))
         is_exact = largest < _EXACT and 0 < self.scale < float("inf")
         return None if is_exact else "weights whose sums are not exact"
 
@@ -178,7 +178,13 @@ def _halves(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _product(rows: Tensor, halves: tuple[Tensor, Tensor]) -> Tensor:
     """rows [m, a] of whole numbers times the halves [a, b] of weights: fp32 [m, b], rounded once."""
-    return (rows @ halves[0]).mul_(_HALF_WEIGHT).add_(rows @ halves[1])
+    return _matmul(rows, halves[0]).mul_(_HALF_WEIGHT).add_(_matmul(rows, halves[1]))
+
+
+def _matmul(one: Tensor, other: Tensor) -> Tensor:
+    # Whoever reads inside a training step is under its mixed precision, which would round what is exact.
+    with torch.autocast(one.device.type, enabled=False):
+        return one @ other
 
 
 def code_bytes(width: int) -> int:
@@ -252,7 +258,7 @@ class KltCodec(AffineCodec):
             tensors |= {
                 f"{layer}.weight": transform.weight,
                 f"{layer}.bits": transform.bits,
-                f"{layer}.scale": torch.tensor([transform.scale]),
+                f"{layer}.scale": torch.tensor([transform.scale], dtype=torch.float32),
             }
         return bytes(save_tensors(tensors))
 
@@ -324,7 +330,7 @@ class KltCodec(AffineCodec):
         for factor in _COARSER:
             coarser = round_up_(scale * factor)
             error = (parts * (scale / coarser)[:, None]).sub_(fitted.inside(parts, scale / coarser)).square_()
-            error = (error @ fitted.weights_of_error.to(y.device)).mul_((coarser / scale).square_())
+            error = _matmul(error, fitted.weights_of_error.to(y.device)).mul_((coarser / scale).square_())
             torch.where(error < least, coarser, token_scale, out=token_scale)
             torch.minimum(least, error, out=least)
         peak[~((least < _LARGEST_ERROR * fitted.width) & size.isfinite())] = float("inf")

@@ -108,6 +108,20 @@ def test_a_row_unlike_those_it_was_fitted_to_is_kept_raw_or_loses_less_than_a_th
     assert 40 < len(encoded.small[RAW_INDEX]) < 100
 
 
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_mixed_precision_of_whoever_reads_or_writes_changes_no_bit(codec: KltCodec, precision: torch.dtype) -> None:
+    states = correlated(2, 200, seed=8)
+    encoded, data = codec.encode(states), KLT.fit(list(states))
+    decoded = codec.decode(encoded)
+    with torch.autocast("cpu", dtype=precision):
+        assert codec.read is not None
+        assert same_bits(KLT.of("klt-test", codec.read).decode(encoded), decoded)
+        again = codec.encode(states)
+        assert KLT.fit(list(states)) == data
+    assert all(torch.equal(one, other) for one, other in zip(again.codes, encoded.codes, strict=True))
+    assert all(np.array_equal(again.small[name], encoded.small[name]) for name in encoded.small)
+
+
 def test_a_constant_layer_and_a_narrow_one_can_be_fitted() -> None:
     for rows in (torch.ones(300, 24).bfloat16(), correlated(1, 300, 7)[0], correlated(1, 5, 40)[0]):
         data = KLT.fit([rows])
