@@ -118,6 +118,7 @@ class Transform:
             int(self.bits.sum()) != code_bytes(width)
             or bool((self.bits.long().diff() > 0).any())
             or not self.bits.all()
+            or int(self.bits.max()) > MOST_BITS
         ):
             return "bits that do not fill a row"
         largest = max(float(_matmul((self.levels - 1).float(), half.abs()).max()) for half in _halves(self.weight))
@@ -233,6 +234,11 @@ class KltCodec(AffineCodec):
     transform: Transform | None = field(default=None, compare=False, repr=False)
 
     def columns(self, width: int) -> int:
+        if self.transform is not None and self.transform.width != width:
+            raise ConfigError(
+                f"{self.name} is fitted to states of width {self.transform.width}, and these have {width}",
+                kind=Kind.CODEC_UNFIT,
+            )
         return -(-width // GROUP) * GROUP
 
     def code_columns(self, width: int) -> int:
@@ -282,12 +288,13 @@ class KltCodec(AffineCodec):
                 Transform(tensors[f"{n}.weight"], tensors[f"{n}.bits"], float(tensors[f"{n}.scale"]))
                 for n in range(len(tensors) // 3)
             ]
-        except (SafetensorError, KeyError, RuntimeError) as error:
+        except (SafetensorError, KeyError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"the transforms of {self.name} cannot be read: {error}", kind=Kind.CODEC_UNFIT
             ) from error
         for layer in layers:
-            if (fault := layer.fault(layer.weight.shape[-1])) is not None:
+            # What has no width is held against one that it cannot have.
+            if (fault := layer.fault(layer.weight.shape[-1] if layer.weight.numel() > 1 else 1)) is not None:
                 raise ConfigError(f"a transform of {self.name} has {fault}", kind=Kind.CODEC_UNFIT)
         return tuple(replace(self, transform=layer) for layer in layers)
 

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hiddenstore.codecs import kind_of
+from hiddenstore.codecs import FITTED, kind_of
 from hiddenstore.commit import committed_units, lost_samples, missing_commit, read_commit
 from hiddenstore.console.text import plural
 from hiddenstore.errors import ConfigError, CorruptionError, Kind, NotFoundError
@@ -88,7 +88,7 @@ def _manifest(fs: Filesystem, report: Report) -> StoreManifest | None:
     if manifest.capture.blocks and layout.BLOCKS_NAME not in names:
         detail = f"{layout.STORE_JSON} names no {layout.TARGET_DIR}/{layout.BLOCKS_NAME}: no state can be rebuilt"
         report.findings.append(Finding("blocks-missing", layout.STORE_JSON, (), detail))
-    if kind_of(codec) != codec and layout.fitted_name(codec) not in names:
+    if (codec in FITTED or kind_of(codec) != codec) and layout.fitted_name(codec) not in names:
         detail = f"{layout.STORE_JSON} names no {layout.TARGET_DIR}/{layout.fitted_name(codec)}: nothing can be decoded"
         report.findings.append(Finding("codec-missing", layout.STORE_JSON, (), detail))
     for file in manifest.target_files:

@@ -1,8 +1,10 @@
 """``klt``: rows turned by a transform that is fitted to the store's own states, and that no other is taken for."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +15,14 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from hiddenstore.care.copy import open_copy, run_copy
-from hiddenstore.codecs import CODECS, FITTED, get_codec, get_layout, kind_of
+from hiddenstore.codecs import CODECS, FITTED, fitted, get_codec, get_layout, kind_of
 from hiddenstore.codecs.base import RAW_INDEX, Encoded, rows_at
 from hiddenstore.codecs.fitted import fit, is_unfitted
 from hiddenstore.codecs.klt import KLT, KltCodec, allocation, code_bytes
 from hiddenstore.codecs.masked import Q3
 from hiddenstore.codecs.recipes import get_recipe, recipe_name
-from hiddenstore.errors import ConfigError, ConflictError, CorruptionError
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, FormatError
+from hiddenstore.files.documents import canonical, sha256_hex
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import HEAD, capture_spec, make_store, target_files
 from hiddenstore.verify import verify
@@ -48,6 +51,13 @@ def correlated(layers: int, tokens: int, width: int = WIDTH, seed: int = 0) -> T
 def codec() -> KltCodec:
     data = KLT.fit(list(correlated(2, 4000, seed=1)))
     return KLT.of("klt-test", lambda: data)
+
+
+def forget_codecs() -> None:
+    """As a process that has opened no store."""
+    for table in (CODECS._loaded, CODECS._bound, fitted._READERS):
+        for name in [name for name in table if kind_of(name) != name]:
+            table.pop(name)  # type: ignore[attr-defined]
 
 
 def relative_error(states: Tensor, decoded: Tensor) -> float:
@@ -176,7 +186,7 @@ def test_a_damaged_or_missing_transform_is_named_and_no_other_is_taken(tmp_path:
     store = make_store(tmp_path, codec=RECIPE)
     file = Path(store.path, "target", f"{store.capture.codecs.aux}.safetensors")
     whole = file.read_bytes()
-    CODECS._loaded.pop(store.capture.codecs.aux, None)
+    forget_codecs()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(CorruptionError, match=r"klt-.* is damaged") as caught:
         _ = Store.open(store.path)[0].aux
@@ -186,6 +196,54 @@ def test_a_damaged_or_missing_transform_is_named_and_no_other_is_taken(tmp_path:
     manifest = json.loads(Path(store.path, "store.json").read_bytes())
     assert file.name in [entry["path"] for entry in manifest["target_files"]]
     assert len(Store.open(store.path)[0].aux) == 2
+
+
+def test_a_whole_store_is_read_after_one_that_names_the_same_codec_and_lost_its_transform(tmp_path: Path) -> None:
+    store = make_store(tmp_path, codec=RECIPE)
+    other = shutil.copytree(store.path, tmp_path / "other")
+    (other / "target" / f"{store.capture.codecs.aux}.safetensors").unlink()
+    for first, second in ((store.path, other), (other, store.path)):
+        forget_codecs()
+        opened = [Store.open(first), Store.open(second)]
+        assert same_bits(opened[0][0].aux, opened[1][0].aux)
+    forget_codecs()
+    with pytest.raises(CorruptionError, match="found no file"):
+        _ = Store.open(other)[0].aux
+    assert len(Store.open(store.path)[0].aux) == 2
+
+
+def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """A manifest with a digest that fits, as somebody hostile would write it."""
+    content = json.loads((folder / "store.json").read_bytes())
+    del content["sha256"]
+    change(content)
+    body = canonical(content)
+    (folder / "store.json").write_bytes(body[:-1] + b',"sha256":"%s"}\n' % sha256_hex(body).encode())
+
+
+def test_another_transform_under_the_name_of_a_codec_is_refused_though_the_manifest_agrees(tmp_path: Path) -> None:
+    one, other = (make_store(tmp_path / name, codec=RECIPE, seed=seed) for name, seed in (("a", 1), ("b", 2)))
+    name = f"{one.capture.codecs.aux}.safetensors"
+    data = other.target_file(f"{other.capture.codecs.aux}.safetensors")
+    Path(one.path, "target", name).write_bytes(data)
+
+    def agree(content: dict[str, Any]) -> None:
+        entry = next(file for file in content["target_files"] if file["path"] == name)
+        entry.update(size=len(data), sha256=sha256_hex(data))
+
+    rewrite_manifest(Path(one.path), agree)
+    with pytest.raises(FormatError, match=r"klt-\w+ is not decoded by a file with sha256 \w+") as caught:
+        Store.open(one.path)
+    assert caught.value.kind == "document-invalid"
+    assert verify(one.path).kinds == {"document-invalid": 1}
+
+
+@pytest.mark.parametrize("codec", ["klt", "klt-../../x", "klt-0123456789abcdef"])
+def test_verify_names_a_codec_without_its_file(tmp_path: Path, codec: str) -> None:
+    store = make_store(tmp_path, codec=RECIPE)
+    rewrite_manifest(Path(store.path), lambda content: content["capture"]["codecs"].update(aux=codec))
+    (finding,) = verify(store.path).findings
+    assert (finding.kind, f"{codec}.safetensors: nothing can be decoded" in finding.detail) == ("codec-missing", True)
 
 
 def test_nothing_is_written_by_a_codec_that_is_fitted_to_nothing(tmp_path: Path) -> None:
@@ -212,6 +270,10 @@ def test_nothing_is_written_by_a_codec_that_is_fitted_to_nothing(tmp_path: Path)
         (lambda t: t | {"0.weight": t["0.weight"][:, :-9].contiguous()}, r"weights \[96, 87\]"),
         (lambda t: t | {"0.scale": torch.tensor([float("nan")])}, "sums are not exact"),
         (lambda t: {name: tensor for name, tensor in t.items() if name != "1.bits"}, "there is none at 1"),
+        (lambda t: t | {"0.weight": t["0.weight"][0, 0]}, "weights"),
+        (lambda t: t | {"0.scale": t["0.scale"].repeat(2)}, "cannot be read"),
+        (lambda t: t | {"0.weight": t["0.weight"][:, :95].contiguous()}, "width 95, and these have 96"),
+        (lambda t: t | {"0.bits": t["0.bits"].clamp(max=1).add(torch.eye(12)[0].byte() * 28)}, "do not fill a row"),
     ],
 )
 def test_a_file_that_holds_no_transforms_is_refused(
