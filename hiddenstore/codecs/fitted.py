@@ -51,6 +51,12 @@ def is_unfitted(capture: CaptureSpec) -> bool:
     return capture.codecs.aux in FITTED
 
 
+def encodes(capture: CaptureSpec) -> bool:
+    """Whether units can be encoded anew. Where a copy left out layers they cannot be: their fitted codec is of all."""
+    kind, codec = kind_of(capture.codecs.aux), capture.codecs.aux
+    return kind == codec or FITTED[kind].layers_of(CODECS[codec]) == len(capture.stored_layers)
+
+
 def require_fitted(capture: CaptureSpec) -> None:
     """Refuse a capture that no unit could be written by: ConfigError ``codec-unfit``."""
     if is_unfitted(capture):

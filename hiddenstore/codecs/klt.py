@@ -28,7 +28,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from hiddenstore.codecs.affine import SMALL, AffineCodec, Seen, channel_statistics, raw_rows, round_up_
-from hiddenstore.codecs.base import EncodedLayers, RowPart, SmallField
+from hiddenstore.codecs.base import Codec, EncodedLayers, RowPart, SmallField
 from hiddenstore.errors import ConfigError, Kind
 
 TRANSFORM = "transform"
@@ -250,6 +250,10 @@ class KltCodec(AffineCodec):
     def fit_tokens(self, width: int) -> int:
         return max(FIT_TOKENS, FIT_TOKENS_PER_CHANNEL * width)
 
+    def layers_of(self, codec: Codec) -> int:
+        assert isinstance(codec, KltCodec)
+        return len(codec.transforms)
+
     def fit(self, layers: Iterable[Tensor]) -> bytes:
         """The file of transforms of the stored layers, from rows bfloat16 [n, D] of each, ascending."""
         tensors: dict[str, Tensor] = {}
@@ -320,7 +324,7 @@ class KltCodec(AffineCodec):
             raise ConfigError(
                 f"{self.name} is fitted to {len(self.transforms)} layers, and {count} are to be written",
                 kind=Kind.CODEC_UNFIT,
-                hint="hiddenstore copy STORE NEW --recipe rebuilt-klt, which fits it anew",
+                hint="hiddenstore copy STORE NEW --recipe aux=klt,final=q8, which fits it anew",
             )
         places = np.arange(count, dtype=np.int32) if shared is None else shared[TRANSFORM]
         return EncodedLayers(encoded.codes, {**encoded.small, TRANSFORM: places} if count else {})

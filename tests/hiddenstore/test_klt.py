@@ -310,3 +310,36 @@ def test_a_copy_without_a_layer_keeps_the_codes_of_the_others(tmp_path: Path) ->
     run_copy(open_copy([store], tmp_path / "anew", "aux=klt,final=q4", layers=[3]))
     assert Store.open(tmp_path / "anew").capture.codecs.aux != store.capture.codecs.aux
     assert verify(tmp_path / "anew", "bytes").findings == []
+
+
+def test_a_copy_of_one_layer_is_fitted_anew_where_its_units_are_coded_anew(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "all", codec=RECIPE, layers=(1, 3, 6))
+    run_copy(open_copy([store], tmp_path / "two", layers=[3, 6]))
+    two = Store.open(tmp_path / "two")
+    other = make_store(tmp_path / "other", layers=(1, 3, 6), seed=1)
+    copies = (
+        open_copy([two], tmp_path / "some", keep=lambda _record, entry: entry.tokens > 20),
+        open_copy([store], tmp_path / "few", keep=lambda _record, entry: entry.tokens > 20, layers=[3, 6]),
+        open_copy([two], tmp_path / "smaller", "aux=klt,final=q4"),
+        open_copy([two, other], tmp_path / "both", layers=[3, 6]),
+    )
+    for copy in copies:
+        run_copy(copy)
+        again = Store.open(copy.destination.path)
+        assert kind_of(again.capture.codecs.aux) == "klt"
+        assert again.capture.codecs.aux != two.capture.codecs.aux
+        assert len(again) > 1
+        assert verify(again.path, "bytes").findings == []
+
+
+def test_a_copy_into_one_of_fewer_layers_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    store, other = make_store(tmp_path / "all", codec=RECIPE), make_store(tmp_path / "other", seed=1)
+    run_copy(open_copy([store], tmp_path / "one", layers=[3]))
+    before = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*"))
+    with pytest.raises(ConfigError, match=r"klt-\w+ of .*one is fitted to more layers than the store holds") as caught:
+        open_copy([other], tmp_path / "one", layers=[3])
+    assert (caught.value.kind, "--recipe aux=klt,final=q8" in str(caught.value.hint)) == ("codec-unfit", True)
+    assert sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*")) == before
+    run_copy(open_copy([Store.open(tmp_path / "one")], tmp_path / "anew", RECIPE))
+    run_copy(open_copy([other], tmp_path / "anew", layers=[3]))
+    assert len(Store.open(tmp_path / "anew")) == 12
