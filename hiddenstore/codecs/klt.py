@@ -66,14 +66,18 @@ class Transform:
     @classmethod
     def fit(cls, rows: Tensor) -> "Transform":
         """From states bfloat16 [n, D] of the whole mix, on any device: the basis from the first three quarters, the
-        size of every component from the rest, since a basis overrates what it was made from."""
+        size of every component from the rest, since a basis overrates what it was made from. ConfigError
+        ``codec-unfit``: there is no row that would not be kept raw."""
         scale, offset = channel_statistics(rows)
         y = (rows.float() - offset) / scale
         y = y[~raw_rows(y.abs().amax(1), scale)]
+        if not len(y):
+            problem = f"no transform can be fitted: none of {len(rows):,} rows is finite and below 2**125"
+            raise ConfigError(problem, kind=Kind.CODEC_UNFIT, hint="--recipe rebuilt")
         y = y / y.square().mean(1, keepdim=True).sqrt().clamp(min=_SMALLEST_SCALE)
         cut = max(1, round(len(y) * _BASIS_SHARE))
         first, rest = y[:cut], y[cut:] if len(y) > cut else y
-        basis = torch.linalg.eigh((_matmul(first.T, first) / max(1, len(first))).double()).eigenvectors.float()
+        basis = torch.linalg.eigh((_matmul(first.T, first) / len(first)).double()).eigenvectors.float()
         variance = _matmul(rest, basis).square().mean(0).clamp(min=_SMALLEST_VARIANCE)
         order = variance.argsort(descending=True)
         return cls._of(basis[:, order].T, variance[order].sqrt())

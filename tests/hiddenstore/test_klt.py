@@ -255,6 +255,9 @@ def test_nothing_is_written_by_a_codec_that_is_fitted_to_nothing(tmp_path: Path)
     with pytest.raises(ConfigError, match="there is none") as caught:
         fit(capture, [])
     assert caught.value.kind == "codec-unfit"
+    with pytest.raises(ConfigError, match="none of 9 rows is finite") as caught:
+        fit(capture, [torch.full((2, 9, 32), torch.nan).bfloat16()])
+    assert caught.value.kind == "codec-unfit"
     with pytest.raises(ConfigError, match="klt has no transform"):
         KLT.encode(correlated(1, 9))
     with pytest.raises(ConfigError, match="unknown codec 'klt-0123'"):
