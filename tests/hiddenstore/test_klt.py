@@ -15,6 +15,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from hiddenstore.care.copy import open_copy, run_copy
+from hiddenstore.care.gc import gc
 from hiddenstore.codecs import CODECS, FITTED, fitted, get_codec, get_layout, kind_of
 from hiddenstore.codecs.base import RAW_INDEX, Encoded, rows_at
 from hiddenstore.codecs.fitted import fit, is_unfitted
@@ -209,6 +210,17 @@ def test_a_whole_store_is_read_after_one_that_names_the_same_codec_and_lost_its_
     forget_codecs()
     with pytest.raises(CorruptionError, match="found no file"):
         _ = Store.open(other)[0].aux
+    assert len(Store.open(store.path)[0].aux) == 2
+
+
+def test_gc_sweeps_the_transform_of_a_writer_that_another_was_ahead_of(tmp_path: Path) -> None:
+    store, other = (make_store(tmp_path / name, codec=RECIPE, seed=seed) for name, seed in (("a", 1), ("b", 2)))
+    lost = f"target/{other.capture.codecs.aux}.safetensors"
+    shutil.copy(Path(other.path, lost), Path(store.path, lost))
+    report = verify(store.path)
+    assert (report.findings, [(note.kind, note.path) for note in report.notes]) == ([], [("orphan", lost)])
+    assert [item.path for item in gc(store.path, dry_run=False, older_than_s=0).remove] == [lost]
+    assert verify(store.path, "bytes").notes == []
     assert len(Store.open(store.path)[0].aux) == 2
 
 
