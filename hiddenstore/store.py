@@ -580,7 +580,7 @@ def load_manifest(fs: Filesystem) -> StoreManifest:
 
 def _bind_codec(fs: Filesystem, manifest: StoreManifest) -> None:
     """Make what was fitted to the states of a store known by its name."""
-    fitted.bind(manifest.capture.codecs.aux, partial(target_file, fs, manifest))
+    fitted.bind(manifest.capture.codecs.aux, fs.address, partial(target_file, fs, manifest))
 
 
 def load_snapshot(fs: Filesystem, name: str) -> Snapshot:

@@ -66,6 +66,15 @@ class StoreManifest(Sparse):
         require_format(self.format, has_images=self.capture.images is not None)
         return self
 
+    @model_validator(mode="after")
+    def _names_the_file_of_its_codec(self) -> "StoreManifest":
+        codec = self.capture.codecs.aux
+        digest = codec.rpartition("-")[2]
+        for file in self.target_files:
+            if file.path == f"{codec}.safetensors" and file.digest[:16] != digest:
+                raise ValueError(f"{codec} is not decoded by a file with sha256 {file.digest}")
+        return self
+
 
 class Engine(Document):
     """What ran the target for one unit: engine name, its version, the versions of what it stands on, its settings.

@@ -5,6 +5,7 @@ follows from the unit's index in the input alone, so a restart under another wor
 ``--recipe auto`` captures the first tokens and tries every recipe on them before a store exists.
 """
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,8 +49,16 @@ from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe, recipe_name
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.commit import DAMAGED
 from hiddenstore.console.progress import Progress
-from hiddenstore.errors import CaptureError, ConfigError, ConflictError, InterruptError, Kind, NotFoundError
-from hiddenstore.files.layout import commit_path, parse_commit
+from hiddenstore.errors import (
+    CaptureError,
+    ConfigError,
+    ConflictError,
+    CorruptionError,
+    InterruptError,
+    Kind,
+    NotFoundError,
+)
+from hiddenstore.files.layout import TARGET_DIR, commit_path, fitted_name, parse_commit
 from hiddenstore.fs import open_filesystem
 from hiddenstore.index.publish import IndexWriter
 from hiddenstore.inputs import PreparedInput, RegisteredInput, Unit
@@ -90,9 +99,11 @@ def open_store(
     create = partial(new_store, options.store, options.container, engine.target)
     codecs = _stored_codecs(options.store)
     if is_unfitted(capture):
-        if codecs is None:
+        if codecs is not None and recipe_name(codecs) != recipe_name(capture.codecs):
+            return create(capture)
+        if codecs is None or _lost(options.store, codecs):
             return _fitted_store(options.store, create, fit(capture, _mix(prepared, engine, capture, stop, note)))
-        return create(recoded(capture, codecs) if recipe_name(codecs) == recipe_name(capture.codecs) else capture)
+        return create(recoded(capture, codecs))
     if options.recipe != AUTO:
         return create(capture)
     if codecs is not None:
@@ -127,7 +138,21 @@ def _fitted_store(
         codecs = _stored_codecs(location)
         if codecs is None or recipe_name(codecs) != recipe_name(capture.codecs):
             raise
+        if _lost(location, codecs):
+            path, name = open_filesystem(location).root, f"{TARGET_DIR}/{fitted_name(codecs.aux)}"
+            raise CorruptionError(
+                f"{path}/{name} is damaged: it is gone, and the states of this input are fitted by another; without it "
+                "no layer can be read",
+                kind=Kind.TARGET_FILE_CORRUPT,
+                hint=shlex.join(["hiddenstore", "copy", "ANOTHER_COPY", path]),
+                path=name,
+            ) from None
         return create(recoded(capture, codecs))
+
+
+def _lost(location: str | Path, codecs: Codecs) -> bool:
+    """Whether the file of a store's fitted codec is gone, as a repair leaves it that found it damaged."""
+    return open_filesystem(location).size(f"{TARGET_DIR}/{fitted_name(codecs.aux)}") is None
 
 
 def _mix(

@@ -6,6 +6,7 @@ input, cut into units as ``collect`` would. Running the same copy again does onl
 grown adds to the copy.
 """
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from torch import Tensor
 from hiddenstore.care.stored_unit import CopyUnit, copy_codes, copy_decoded, copy_verbatim, stores_by_sample
 from hiddenstore.codecs import get_layout, kind_of
 from hiddenstore.codecs.base import CodeLayout, MaskedCodec
-from hiddenstore.codecs.fitted import fit, is_unfitted, spread
+from hiddenstore.codecs.fitted import encodes, fit, is_unfitted, spread
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe, recipe_name
 from hiddenstore.commit import committed_units, engine_of, lost_samples
 from hiddenstore.errors import ConfigError, ConflictError, FormatError, Kind, NotFoundError
@@ -90,12 +91,13 @@ def open_destination(
     container: Container | None,
     target: str | None = None,
     layers: Sequence[int] | None = None,
+    cuts_anew: bool = False,
 ) -> Store:
     """Create the store of a copy, or open the one there; None keeps its recipe or container, else the first source's. A
     new one on object storage gets ``default_container``. ``target`` names the checkpoint whose blocks rebuild states,
-    ``layers`` the aux layers to keep. Raises ConflictError: ``store-mismatch``; ConfigError: ``name-unknown``,
-    ``codec-unknown``, ``final-unfit``, ``blocks-unsupported``, ``layer-missing``; FormatError: ``target-mismatch``:
-    ``target`` is another than the store's."""
+    ``layers`` the aux layers to keep; ``cuts_anew``: no unit keeps its codes. Raises ConflictError: ``store-mismatch``;
+    ConfigError: ``name-unknown``, ``codec-unknown``, ``codec-unfit``, ``final-unfit``, ``blocks-unsupported``,
+    ``layer-missing``; FormatError: ``target-mismatch``: ``target`` is another than the store's."""
     first = sources[0]
     manifest, identity, fs = first.manifest, first.capture.target, open_filesystem(location)
     is_there = False
@@ -117,6 +119,8 @@ def open_destination(
     _require_classes(sources, codecs)
     captures = [source.capture if layers is None else with_layers(source, layers) for source in sources]
     capture = recoded(captures[0], codecs).model_copy(update={"target": identity.model_copy(update=stated)})
+    if cuts_anew or any(source.capture.codecs != codecs for source in sources):
+        capture = _encodable(capture, location if is_there else None)
     of_recipe = {BLOCKS_FILE, layout.fitted_name(first.capture.codecs.aux)}
     files = {e.path: first.target_file(e.path) for e in first.manifest.target_files if e.path not in of_recipe}
     present = [Store.open(fs, strict=False)] if is_there and (capture.blocks or is_unfitted(capture)) else []
@@ -125,16 +129,35 @@ def open_destination(
     return create_store(fs, capture, first.manifest.head, recipe, files, container or kept)
 
 
+def _encodable(capture: CaptureSpec, present: str | Path | Filesystem | None) -> CaptureSpec:
+    """The capture with a codec that units can be encoded by, which may have to be fitted; of a store that is
+    ``present`` it has to be its own: else ConfigError ``codec-unfit``."""
+    if encodes(capture):
+        return capture
+    codecs = capture.codecs.model_copy(update={"aux": kind_of(capture.codecs.aux)})
+    if present is None:
+        return capture.model_copy(update={"codecs": codecs})
+    path = open_filesystem(present).root
+    raise ConfigError(
+        f"{capture.codecs.aux} of {path} is fitted to more layers than the store holds: it takes units that are coded "
+        "by the same one, and no others",
+        kind=Kind.CODEC_UNFIT,
+        hint=shlex.join(["hiddenstore", "copy", path, f"{path}-anew", "--recipe", recipe_name(codecs)]),
+    )
+
+
 def _fitted(
     sources: Sequence[Store], present: Sequence[Store], capture: CaptureSpec
 ) -> tuple[CaptureSpec, dict[str, bytes]]:
     """A capture whose aux codec is fitted, and the file of it: as the store that is ``present`` has it, as a source of
-    the same layers has it, else fitted to states of all sources."""
+    the same layers has it that can encode, else fitted to states of all sources."""
     if not is_unfitted(capture):
         return capture, {name: data for source in sources for name, data in _file_of(source, capture.codecs.aux)}
     for store in (*present, *sources):
         codecs = store.capture.codecs
-        if kind_of(codecs.aux) == capture.codecs.aux and store.capture.stored_layers == capture.stored_layers:
+        if kind_of(codecs.aux) != capture.codecs.aux or store.capture.stored_layers != capture.stored_layers:
+            continue
+        if store in present or encodes(store.capture):
             named = capture.codecs.model_copy(update={"aux": codecs.aux})
             return capture.model_copy(update={"codecs": named}), dict(_file_of(store, codecs.aux))
     # The store that is present holds another recipe: saying so needs no states.
@@ -439,7 +462,7 @@ def open_copy(
     warnings = check_sources(sources, location, same_target, layers is not None)
     if keep is not None and not any(keep(record, entry) for source in sources for record, entry in source.entries):
         raise ConfigError("no sample of the sources passes the filter", kind=Kind.SELECTION_EMPTY)
-    destination = open_destination(sources, location, recipe, container, target, layers)
+    destination = open_destination(sources, location, recipe, container, target, layers, keep is not None)
     bring_calibration(sources, destination)
     if keep is None:
         units, present, unavailable = _units_as_cut(sources, destination)

@@ -14,7 +14,7 @@ from hiddenstore.index.catalog import read_catalog
 from hiddenstore.index.listed import Listed
 from hiddenstore.index.publish import replaced_indexes
 from hiddenstore.targets.calibration import SLICE_PATH, unnamed_slices
-from hiddenstore.verify.structure import leftovers, unnamed_segments
+from hiddenstore.verify.structure import leftovers, unnamed_segments, unnamed_transforms
 
 GRACE_S = 24 * 3600.0
 
@@ -53,7 +53,8 @@ class Sweep:
 def gc(
     location: "str | Path | Filesystem", dry_run: bool = True, older_than_s: float = GRACE_S, abandoned: bool = False
 ) -> Sweep:
-    """Remove segments that can no longer win, index files that another was merged from, and temporary files.
+    """Remove segments that can no longer win, index files that another was merged from, files of codecs that the store
+    does not name, and temporary files.
 
     A segment that a saved snapshot names stays, so does every one of a unit of which a record cannot be read, and so
     does everything touched or replaced in the last ``older_than_s`` seconds: who opened the store before may still read
@@ -71,6 +72,7 @@ def gc(
         reasons: dict[str, str] = {path: fate for path, fate in fates.items() if fate != "frozen"}
         # States of a slice come before their document: without one, its writer may have been stopped in between.
         reasons |= dict.fromkeys(unnamed_slices(fs), "unfinished" if fs.size(SLICE_PATH) is None else "orphan")
+        reasons |= dict.fromkeys(unnamed_transforms(fs), "orphan")
         reasons |= dict.fromkeys(leftovers(fs), "temporary") | dict.fromkeys(replaced_indexes(fs), "superseded")
         for path, reason in reasons.items():
             if fs.size(path) is not None or fs.list(path):

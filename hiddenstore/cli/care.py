@@ -18,6 +18,7 @@ from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import Column, clean, clean_line, count, percent, plural, seconds, size
 from hiddenstore.doctor.machine import examine
 from hiddenstore.errors import ConfigError, InterruptError, Kind
+from hiddenstore.files.layout import TARGET_DIR
 from hiddenstore.process import drain_on_signal
 from hiddenstore.segments import CONTAINERS
 
@@ -79,7 +80,10 @@ def verify(store: str, full: bool, meaning: bool, stock: bool, share: float | No
 
 
 def _remedy(store: str, report: "Report") -> tuple[str, ...]:
-    """The command that helps: repair drops bytes that cannot be read, but not states that mean something else."""
+    """The command that helps: repair drops bytes that cannot be read, but not states that mean something else, and
+    there is nothing to drop of a file of the target that is gone."""
+    if all(f.kind == "file-missing" and f.path.startswith(f"{TARGET_DIR}/") for f in report.findings):
+        return (_SAME_COLLECT.format(shlex.quote(store)),)
     if any(kind.startswith(_UNREADABLE) for kind in report.kinds):
         return "hiddenstore", "repair", store
     if set(report.kinds) == {"incomplete"}:

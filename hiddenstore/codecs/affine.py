@@ -178,7 +178,8 @@ class AffineCodec(ABC):
     def _scaled(self, codes: Tensor, token_scale: Tensor, scale: Tensor, offset: Tensor, out: Tensor) -> None:
         """Codes [m, C] into ``out`` bf16 [m, D]; token_scale fp32 [m]; scale and offset fp32 [D], or [m, D]."""
         width, step = out.shape[1], _block_rows(codes.device, out.shape[1])
-        scratch = torch.empty((min(step, len(codes)), self.columns(width)), device=codes.device)
+        size = min(step, len(codes)), self.columns(width)
+        scratch = torch.empty(size, dtype=torch.float32, device=codes.device)
         for low in range(0, len(codes), step):
             rows = slice(low, low + step)
             values = scratch[: len(codes[rows])]
@@ -202,11 +203,11 @@ class AffineCodec(ABC):
         """Codes [T, C], token scales float32 [T] exact in bf16, raw rows int64 [N] (their codes and scales are 0)."""
         tokens, width, device = sum(map(len, parts)), len(scale), scale.device
         codes = fresh((tokens, self.code_columns(width)), getattr(torch, self.code_dtype), device)
-        peak, token_scale = torch.empty(tokens, device=device), torch.empty(tokens, device=device)
+        peak, token_scale = torch.empty((2, tokens), dtype=torch.float32, device=device)
         step = _block_rows(device, width)
         inverse = scale.reciprocal()
         classes = None if fine is None else torch.from_numpy(fine).to(device)
-        scratch = torch.empty((min(step, tokens), self.columns(width)), device=device)
+        scratch = torch.empty((min(step, tokens), self.columns(width)), dtype=torch.float32, device=device)
         start = 0
         for pieces in _blocks(parts, step):
             lengths = [len(piece) for piece in pieces]
@@ -268,7 +269,8 @@ def channel_statistics(*parts: Tensor) -> tuple[Tensor, Tensor]:
     if not bool(held.all()):
         rows = rows[held]
     if not len(rows):
-        return torch.ones(width, device=device), torch.zeros(width, device=device)
+        ones = torch.ones(width, dtype=torch.float32, device=device)
+        return ones, torch.zeros_like(ones)
     # Turned before it is converted: torch turns a matrix in tiles only where the type stays.
     sampled = fresh((width, len(rows)), torch.float32, device).copy_(rows.T.contiguous())
     offset = lower_median(sampled)
@@ -280,7 +282,7 @@ def channel_statistics(*parts: Tensor) -> tuple[Tensor, Tensor]:
     scale = lower_median(relative) * _SIGMA_PER_MAD
     scale = torch.where(scale > 0, scale, relative.square().mean(dim=1).sqrt()).clamp_(max=_CEILING)
     live = scale[scale > 0]
-    typical = live.median() if live.numel() else torch.ones((), device=device)
+    typical = live.median() if live.numel() else scale.new_ones(())
     scale = torch.where(scale > 0, scale, typical).clamp_(min=_FLOOR)
     return scale.bfloat16().float(), offset
 

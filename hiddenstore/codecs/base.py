@@ -172,6 +172,9 @@ class FittedCodec(CodeLayout, Protocol):
     def fit_tokens(self, width: int) -> int:
         """Rows of states of a width that it wants to be fitted to."""
 
+    def layers_of(self, codec: Codec) -> int:
+        """How many layers a codec of this kind was fitted to: it encodes as many and no other number."""
+
 
 class MaskedCodec(ABC):
     """A codec of aux rows of two classes: fine where the loss mask or the start of a sample wants it, else coarse.

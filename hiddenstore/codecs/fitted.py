@@ -7,11 +7,13 @@ Shapes: L stored layers, t tokens of a sample.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hiddenstore.codecs import CODECS, FITTED, kind_of
 from hiddenstore.codecs.recipes import recipe_name
-from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.errors import ConfigError, HiddenstoreError, Kind
 from hiddenstore.files.documents import sha256_hex
 from hiddenstore.files.layout import fitted_name
 from schemas.capture import CaptureSpec
@@ -20,17 +22,39 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _DIGEST_CHARACTERS = 16
+# By name and by where they lie: any of them gives the same file.
+_READERS: dict[str, dict[str, Callable[[str], bytes]]] = {}
 
 
-def bind(name: str, read: Callable[[str], bytes]) -> None:
-    """Make a codec that was fitted known by its name; ``read`` gives a file of ``target/``, when it is first needed."""
+def bind(name: str, where: str, read: Callable[[str], bytes]) -> None:
+    """Make a codec that was fitted known by its name; ``read`` gives a file of ``target/`` of the store at an address,
+    when it is first needed. One whole file is enough for every store that was opened and names the same codec."""
     if (kind := kind_of(name)) != name:
-        CODECS.bind(name, lambda: FITTED[kind].of(name, lambda: read(fitted_name(name))))
+        _READERS.setdefault(name, {})[where] = read
+        CODECS.bind(name, lambda: FITTED[kind].of(name, partial(_file, name)))
+
+
+def _file(name: str) -> bytes:
+    """Of the store that was opened last, or of another where it cannot be read there; raises as that one does."""
+    last, *others = reversed(list(_READERS[name].values()))
+    try:
+        return last(fitted_name(name))
+    except HiddenstoreError:
+        for read in others:
+            with suppress(HiddenstoreError):
+                return read(fitted_name(name))
+        raise
 
 
 def is_unfitted(capture: CaptureSpec) -> bool:
     """Whether the codec of the aux layers has yet to be fitted."""
     return capture.codecs.aux in FITTED
+
+
+def encodes(capture: CaptureSpec) -> bool:
+    """Whether units can be encoded anew. Where a copy left out layers they cannot be: their fitted codec is of all."""
+    kind, codec = kind_of(capture.codecs.aux), capture.codecs.aux
+    return kind == codec or FITTED[kind].layers_of(CODECS[codec]) == len(capture.stored_layers)
 
 
 def require_fitted(capture: CaptureSpec) -> None:
@@ -56,7 +80,7 @@ def fit(capture: CaptureSpec, states: Iterable["Tensor"]) -> tuple[CaptureSpec, 
         raise ConfigError(problem, kind=Kind.CODEC_UNFIT, hint="--recipe rebuilt")
     data = kind.fit(torch.cat([sample[slot] for sample in samples]) for slot in range(len(capture.stored_layers)))
     name = f"{capture.codecs.aux}-{sha256_hex(data)[:_DIGEST_CHARACTERS]}"
-    bind(name, lambda _path: data)
+    bind(name, "", lambda _path: data)
     codecs = capture.codecs.model_copy(update={"aux": name})
     return capture.model_copy(update={"codecs": codecs}), {fitted_name(name): data}
 

@@ -28,7 +28,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from hiddenstore.codecs.affine import SMALL, AffineCodec, Seen, channel_statistics, raw_rows, round_up_
-from hiddenstore.codecs.base import EncodedLayers, RowPart, SmallField
+from hiddenstore.codecs.base import Codec, EncodedLayers, RowPart, SmallField
 from hiddenstore.errors import ConfigError, Kind
 
 TRANSFORM = "transform"
@@ -66,15 +66,19 @@ class Transform:
     @classmethod
     def fit(cls, rows: Tensor) -> "Transform":
         """From states bfloat16 [n, D] of the whole mix, on any device: the basis from the first three quarters, the
-        size of every component from the rest, since a basis overrates what it was made from."""
+        size of every component from the rest, since a basis overrates what it was made from. ConfigError
+        ``codec-unfit``: there is no row that would not be kept raw."""
         scale, offset = channel_statistics(rows)
         y = (rows.float() - offset) / scale
         y = y[~raw_rows(y.abs().amax(1), scale)]
+        if not len(y):
+            problem = f"no transform can be fitted: none of {len(rows):,} rows is finite and below 2**125"
+            raise ConfigError(problem, kind=Kind.CODEC_UNFIT, hint="--recipe rebuilt")
         y = y / y.square().mean(1, keepdim=True).sqrt().clamp(min=_SMALLEST_SCALE)
         cut = max(1, round(len(y) * _BASIS_SHARE))
         first, rest = y[:cut], y[cut:] if len(y) > cut else y
-        basis = torch.linalg.eigh((first.T @ first / max(1, len(first))).double()).eigenvectors.float()
-        variance = (rest @ basis).square().mean(0).clamp(min=_SMALLEST_VARIANCE)
+        basis = torch.linalg.eigh((_matmul(first.T, first) / len(first)).double()).eigenvectors.float()
+        variance = _matmul(rest, basis).square().mean(0).clamp(min=_SMALLEST_VARIANCE)
         order = variance.argsort(descending=True)
         return cls._of(basis[:, order].T, variance[order].sqrt())
 
@@ -83,8 +87,8 @@ class Transform:
         """basis fp32 [D, D] by rows, sizes fp32 [D] of the components, descending."""
         width = len(sizes)
         filled = torch.nn.functional.pad(sizes, (0, -width % GROUP)).view(-1, GROUP)
-        bits = torch.tensor(allocation(filled.square().mean(1).tolist(), code_bytes(width)))
-        step = torch.tensor((0.0, *_GAUSSIAN_STEPS))[bits].repeat_interleave(GROUP)[:width].to(sizes.device) * sizes
+        bits = torch.tensor(allocation(filled.square().mean(1).tolist(), code_bytes(width)), device="cpu")
+        step = sizes.new_tensor((0.0, *_GAUSSIAN_STEPS))[bits].repeat_interleave(GROUP)[:width] * sizes
         # Far below the others a component would be a row of zeros, which cannot be turned back.
         step = step.clamp(min=float(step.max()) / 64)
         shares = basis * (step / 2)[:, None]
@@ -118,9 +122,10 @@ class Transform:
             int(self.bits.sum()) != code_bytes(width)
             or bool((self.bits.long().diff() > 0).any())
             or not self.bits.all()
+            or int(self.bits.max()) > MOST_BITS
         ):
             return "bits that do not fill a row"
-        largest = max(float(((self.levels - 1).float() @ half.abs()).max()) for half in _halves(self.weight))
+        largest = max(float(_matmul((self.levels - 1).float(), half.abs()).max()) for half in _halves(self.weight))
         is_exact = largest < _EXACT and 0 < self.scale < float("inf")
         return None if is_exact else "weights whose sums are not exact"
 
@@ -178,7 +183,13 @@ def _halves(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _product(rows: Tensor, halves: tuple[Tensor, Tensor]) -> Tensor:
     """rows [m, a] of whole numbers times the halves [a, b] of weights: fp32 [m, b], rounded once."""
-    return (rows @ halves[0]).mul_(_HALF_WEIGHT).add_(rows @ halves[1])
+    return _matmul(rows, halves[0]).mul_(_HALF_WEIGHT).add_(_matmul(rows, halves[1]))
+
+
+def _matmul(one: Tensor, other: Tensor) -> Tensor:
+    # Whoever reads inside a training step is under its mixed precision, which would round what is exact.
+    with torch.autocast(one.device.type, enabled=False):
+        return one @ other
 
 
 def code_bytes(width: int) -> int:
@@ -227,6 +238,11 @@ class KltCodec(AffineCodec):
     transform: Transform | None = field(default=None, compare=False, repr=False)
 
     def columns(self, width: int) -> int:
+        if self.transform is not None and self.transform.width != width:
+            raise ConfigError(
+                f"{self.name} is fitted to states of width {self.transform.width}, and these have {width}",
+                kind=Kind.CODEC_UNFIT,
+            )
         return -(-width // GROUP) * GROUP
 
     def code_columns(self, width: int) -> int:
@@ -237,6 +253,10 @@ class KltCodec(AffineCodec):
 
     def fit_tokens(self, width: int) -> int:
         return max(FIT_TOKENS, FIT_TOKENS_PER_CHANNEL * width)
+
+    def layers_of(self, codec: Codec) -> int:
+        assert isinstance(codec, KltCodec)
+        return len(codec.transforms)
 
     def fit(self, layers: Iterable[Tensor]) -> bytes:
         """The file of transforms of the stored layers, from rows bfloat16 [n, D] of each, ascending."""
@@ -252,7 +272,7 @@ class KltCodec(AffineCodec):
             tensors |= {
                 f"{layer}.weight": transform.weight,
                 f"{layer}.bits": transform.bits,
-                f"{layer}.scale": torch.tensor([transform.scale]),
+                f"{layer}.scale": torch.tensor([transform.scale], dtype=torch.float32),
             }
         return bytes(save_tensors(tensors))
 
@@ -276,12 +296,13 @@ class KltCodec(AffineCodec):
                 Transform(tensors[f"{n}.weight"], tensors[f"{n}.bits"], float(tensors[f"{n}.scale"]))
                 for n in range(len(tensors) // 3)
             ]
-        except (SafetensorError, KeyError, RuntimeError) as error:
+        except (SafetensorError, KeyError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"the transforms of {self.name} cannot be read: {error}", kind=Kind.CODEC_UNFIT
             ) from error
         for layer in layers:
-            if (fault := layer.fault(layer.weight.shape[-1])) is not None:
+            # What has no width is held against one that it cannot have.
+            if (fault := layer.fault(layer.weight.shape[-1] if layer.weight.numel() > 1 else 1)) is not None:
                 raise ConfigError(f"a transform of {self.name} has {fault}", kind=Kind.CODEC_UNFIT)
         return tuple(replace(self, transform=layer) for layer in layers)
 
@@ -307,7 +328,7 @@ class KltCodec(AffineCodec):
             raise ConfigError(
                 f"{self.name} is fitted to {len(self.transforms)} layers, and {count} are to be written",
                 kind=Kind.CODEC_UNFIT,
-                hint="hiddenstore copy STORE NEW --recipe rebuilt-klt, which fits it anew",
+                hint="hiddenstore copy STORE NEW --recipe aux=klt,final=q8, which fits it anew",
             )
         places = np.arange(count, dtype=np.int32) if shared is None else shared[TRANSFORM]
         return EncodedLayers(encoded.codes, {**encoded.small, TRANSFORM: places} if count else {})
@@ -324,7 +345,7 @@ class KltCodec(AffineCodec):
         for factor in _COARSER:
             coarser = round_up_(scale * factor)
             error = (parts * (scale / coarser)[:, None]).sub_(fitted.inside(parts, scale / coarser)).square_()
-            error = (error @ fitted.weights_of_error.to(y.device)).mul_((coarser / scale).square_())
+            error = _matmul(error, fitted.weights_of_error.to(y.device)).mul_((coarser / scale).square_())
             torch.where(error < least, coarser, token_scale, out=token_scale)
             torch.minimum(least, error, out=least)
         peak[~((least < _LARGEST_ERROR * fitted.width) & size.isfinite())] = float("inf")

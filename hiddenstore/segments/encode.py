@@ -95,7 +95,7 @@ class RowStats:
             return
         tokens, width = states.shape
         step = max(1, _STATS_ELEMENTS // max(1, width)) if states.device.type == "cpu" else tokens
-        scratch = torch.empty((min(step, tokens), width), device=states.device)
+        scratch = torch.empty((min(step, tokens), width), dtype=torch.float32, device=states.device)
         for block in states.split(step):
             self.add([block], scratch[: len(block)].copy_(block))
 

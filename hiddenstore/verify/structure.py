@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hiddenstore.codecs import kind_of
+from hiddenstore.codecs import FITTED, kind_of
 from hiddenstore.commit import committed_units, lost_samples, missing_commit, read_commit
 from hiddenstore.console.text import plural
 from hiddenstore.errors import ConfigError, CorruptionError, Kind, NotFoundError
@@ -88,7 +88,7 @@ def _manifest(fs: Filesystem, report: Report) -> StoreManifest | None:
     if manifest.capture.blocks and layout.BLOCKS_NAME not in names:
         detail = f"{layout.STORE_JSON} names no {layout.TARGET_DIR}/{layout.BLOCKS_NAME}: no state can be rebuilt"
         report.findings.append(Finding("blocks-missing", layout.STORE_JSON, (), detail))
-    if kind_of(codec) != codec and layout.fitted_name(codec) not in names:
+    if (codec in FITTED or kind_of(codec) != codec) and layout.fitted_name(codec) not in names:
         detail = f"{layout.STORE_JSON} names no {layout.TARGET_DIR}/{layout.fitted_name(codec)}: nothing can be decoded"
         report.findings.append(Finding("codec-missing", layout.STORE_JSON, (), detail))
     for file in manifest.target_files:
@@ -311,6 +311,8 @@ def _garbage(fs: Filesystem, segments: Mapping[str, str]) -> Iterator[Finding]:
         for path, fate in unnamed_segments(fs, segments).items():
             if fs.list(path):
                 yield Finding("superseded" if fate == "frozen" else fate, path, (), _FATES[fate])
+    for path in unnamed_transforms(fs):
+        yield Finding("orphan", path, (), f"{layout.STORE_JSON} does not name it: left by a writer that was stopped")
     for path in replaced_indexes(fs):
         yield Finding("superseded", path, (), "another index file was made from it; hiddenstore gc removes it")
     for path in leftovers(fs):
@@ -439,6 +441,16 @@ def _frozen(fs: Filesystem) -> Iterator[CommitName]:
             snapshot = twice(fs, partial(load, fs, path, Snapshot), path)
             parsed = (layout.parse_commit(entry.record) for entry in snapshot.commits)
             yield from (commit for commit in parsed if commit is not None)
+
+
+def unnamed_transforms(fs: Filesystem) -> Iterator[str]:
+    """Files of fitted codecs that the manifest does not name: their writer died, or another made the store first."""
+    with suppress(*DAMAGE):
+        named = {file.path for file in load(fs, layout.STORE_JSON, StoreManifest).target_files}
+        for name in fs.list(layout.TARGET_DIR):
+            codec = name.removesuffix(layout.fitted_name(""))
+            if name not in named and codec != name and kind_of(codec) != codec:
+                yield f"{layout.TARGET_DIR}/{name}"
 
 
 def leftovers(fs: Filesystem) -> Iterator[str]:

@@ -17,7 +17,7 @@ from collectors.cli.collect import collect as command
 from collectors.engines.hf import HfEngine
 from hiddenstore.codecs.fitted import fit
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE
-from hiddenstore.errors import ConflictError, InterruptError
+from hiddenstore.errors import ConflictError, CorruptionError, InterruptError
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.inspect.advise import advise_store
 from hiddenstore.inspect.choice import RecipeLimits
@@ -256,6 +256,29 @@ def test_the_rank_that_makes_the_store_first_says_what_all_are_coded_by(
     store = Store.open(options.store)
     assert len(store.commits()) == len(store.inputs()[store.commits()[0].input].units)
     assert verify(store.path, "bytes").ok
+
+
+def test_a_lost_transform_comes_back_with_the_same_collect_or_is_missed_before_anything_is_captured(
+    options: CollectOptions, tmp_path: Path
+) -> None:
+    options = replace(options, recipe=FITTED)
+    run(options)
+    store = Store.open(options.store)
+    file = Path(store.path, "target", f"{store.capture.codecs.aux}.safetensors")
+    whole = file.read_bytes()
+    file.unlink()
+    run(options)
+    assert file.read_bytes() == whole
+    assert verify(store.path, "bytes").ok
+    file.unlink()
+    other = replace(options, data=data_for_tiny(tmp_path / "other", seed=3))
+    with pytest.raises(CorruptionError, match="is gone, and the states of this input are fitted by another") as caught:
+        run(other)
+    assert (caught.value.kind, caught.value.hint) == (
+        "target-file-corrupt",
+        f"hiddenstore copy ANOTHER_COPY {store.path}",
+    )
+    assert len(Store.open(store.path).inputs()) == 1
 
 
 def test_a_store_of_another_recipe_is_refused_before_anything_is_fitted(options: CollectOptions) -> None:

@@ -80,6 +80,13 @@ def test_an_unfinished_store_points_to_collect(tmp_path: Path) -> None:
     assert f"next: hiddenstore collect DATA -o {store.path}" in result.stderr
 
 
+def test_a_file_of_the_target_that_is_gone_points_to_collect(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    Path(store.path, "target", "head.safetensors").unlink()
+    result = run("verify", store.path)
+    assert (result.exit_code, "hiddenstore collect DATA -o" in result.stderr) == (3, True)
+
+
 def test_a_segment_that_is_gone_is_one_finding_on_the_screen(tmp_path: Path) -> None:
     import shutil
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hiddenstore.codecs import CODECS, affine, get_codec
 from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, Encoded, fresh
+from hiddenstore.codecs.klt import KLT
 from hiddenstore.errors import ConfigError
 
 QUANTISED = ("q8", "q4")
@@ -327,6 +328,25 @@ def test_no_layers_encode_to_nothing(name: str) -> None:
     encoded = get_codec(name).encode(torch.empty(0, 7, 32, dtype=torch.bfloat16))
     assert encoded.codes == []
     assert get_codec(name).decode(encoded).shape[0] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", [*QUANTISED, "q3", "klt"])
+def test_the_default_type_of_new_tensors_changes_no_bit(name: str, dtype: torch.dtype) -> None:
+    states = make_states("scaled", 2, 300, 40, 3)
+    data = KLT.fit(list(states))
+    codec = KLT.of("klt-test", lambda: data) if name == "klt" else get_codec(name)
+    encoded = codec.encode(states)
+    decoded = codec.decode(encoded)
+    torch.set_default_dtype(dtype)
+    try:
+        read, again = codec.decode(encoded), codec.encode(states)
+        assert KLT.fit(list(states)) == data
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert same_bits(read, decoded)
+    assert all(torch.equal(one, other) for one, other in zip(again.codes, encoded.codes, strict=True))
+    assert all(np.array_equal(again.small[field], encoded.small[field]) for field in encoded.small)
 
 
 def test_an_unknown_codec_names_the_nearest_one() -> None:

@@ -1,8 +1,10 @@
 """``klt``: rows turned by a transform that is fitted to the store's own states, and that no other is taken for."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +15,15 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from hiddenstore.care.copy import open_copy, run_copy
-from hiddenstore.codecs import CODECS, FITTED, get_codec, get_layout, kind_of
+from hiddenstore.care.gc import gc
+from hiddenstore.codecs import CODECS, FITTED, fitted, get_codec, get_layout, kind_of
 from hiddenstore.codecs.base import RAW_INDEX, Encoded, rows_at
 from hiddenstore.codecs.fitted import fit, is_unfitted
 from hiddenstore.codecs.klt import KLT, KltCodec, allocation, code_bytes
 from hiddenstore.codecs.masked import Q3
 from hiddenstore.codecs.recipes import get_recipe, recipe_name
-from hiddenstore.errors import ConfigError, ConflictError, CorruptionError
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, FormatError
+from hiddenstore.files.documents import canonical, sha256_hex
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import HEAD, capture_spec, make_store, target_files
 from hiddenstore.verify import verify
@@ -48,6 +52,13 @@ def correlated(layers: int, tokens: int, width: int = WIDTH, seed: int = 0) -> T
 def codec() -> KltCodec:
     data = KLT.fit(list(correlated(2, 4000, seed=1)))
     return KLT.of("klt-test", lambda: data)
+
+
+def forget_codecs() -> None:
+    """As a process that has opened no store."""
+    for table in (CODECS._loaded, CODECS._bound, fitted._READERS):
+        for name in [name for name in table if kind_of(name) != name]:
+            table.pop(name)  # type: ignore[attr-defined]
 
 
 def relative_error(states: Tensor, decoded: Tensor) -> float:
@@ -108,6 +119,20 @@ def test_a_row_unlike_those_it_was_fitted_to_is_kept_raw_or_loses_less_than_a_th
     assert 40 < len(encoded.small[RAW_INDEX]) < 100
 
 
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_mixed_precision_of_whoever_reads_or_writes_changes_no_bit(codec: KltCodec, precision: torch.dtype) -> None:
+    states = correlated(2, 200, seed=8)
+    encoded, data = codec.encode(states), KLT.fit(list(states))
+    decoded = codec.decode(encoded)
+    with torch.autocast("cpu", dtype=precision):
+        assert codec.read is not None
+        assert same_bits(KLT.of("klt-test", codec.read).decode(encoded), decoded)
+        again = codec.encode(states)
+        assert KLT.fit(list(states)) == data
+    assert all(torch.equal(one, other) for one, other in zip(again.codes, encoded.codes, strict=True))
+    assert all(np.array_equal(again.small[name], encoded.small[name]) for name in encoded.small)
+
+
 def test_a_constant_layer_and_a_narrow_one_can_be_fitted() -> None:
     for rows in (torch.ones(300, 24).bfloat16(), correlated(1, 300, 7)[0], correlated(1, 5, 40)[0]):
         data = KLT.fit([rows])
@@ -162,7 +187,7 @@ def test_a_damaged_or_missing_transform_is_named_and_no_other_is_taken(tmp_path:
     store = make_store(tmp_path, codec=RECIPE)
     file = Path(store.path, "target", f"{store.capture.codecs.aux}.safetensors")
     whole = file.read_bytes()
-    CODECS._loaded.pop(store.capture.codecs.aux, None)
+    forget_codecs()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(CorruptionError, match=r"klt-.* is damaged") as caught:
         _ = Store.open(store.path)[0].aux
@@ -174,6 +199,65 @@ def test_a_damaged_or_missing_transform_is_named_and_no_other_is_taken(tmp_path:
     assert len(Store.open(store.path)[0].aux) == 2
 
 
+def test_a_whole_store_is_read_after_one_that_names_the_same_codec_and_lost_its_transform(tmp_path: Path) -> None:
+    store = make_store(tmp_path, codec=RECIPE)
+    other = shutil.copytree(store.path, tmp_path / "other")
+    (other / "target" / f"{store.capture.codecs.aux}.safetensors").unlink()
+    for first, second in ((store.path, other), (other, store.path)):
+        forget_codecs()
+        opened = [Store.open(first), Store.open(second)]
+        assert same_bits(opened[0][0].aux, opened[1][0].aux)
+    forget_codecs()
+    with pytest.raises(CorruptionError, match="found no file"):
+        _ = Store.open(other)[0].aux
+    assert len(Store.open(store.path)[0].aux) == 2
+
+
+def test_gc_sweeps_the_transform_of_a_writer_that_another_was_ahead_of(tmp_path: Path) -> None:
+    store, other = (make_store(tmp_path / name, codec=RECIPE, seed=seed) for name, seed in (("a", 1), ("b", 2)))
+    lost = f"target/{other.capture.codecs.aux}.safetensors"
+    shutil.copy(Path(other.path, lost), Path(store.path, lost))
+    report = verify(store.path)
+    assert (report.findings, [(note.kind, note.path) for note in report.notes]) == ([], [("orphan", lost)])
+    assert [item.path for item in gc(store.path, dry_run=False, older_than_s=0).remove] == [lost]
+    assert verify(store.path, "bytes").notes == []
+    assert len(Store.open(store.path)[0].aux) == 2
+
+
+def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """A manifest with a digest that fits, as somebody hostile would write it."""
+    content = json.loads((folder / "store.json").read_bytes())
+    del content["sha256"]
+    change(content)
+    body = canonical(content)
+    (folder / "store.json").write_bytes(body[:-1] + b',"sha256":"%s"}\n' % sha256_hex(body).encode())
+
+
+def test_another_transform_under_the_name_of_a_codec_is_refused_though_the_manifest_agrees(tmp_path: Path) -> None:
+    one, other = (make_store(tmp_path / name, codec=RECIPE, seed=seed) for name, seed in (("a", 1), ("b", 2)))
+    name = f"{one.capture.codecs.aux}.safetensors"
+    data = other.target_file(f"{other.capture.codecs.aux}.safetensors")
+    Path(one.path, "target", name).write_bytes(data)
+
+    def agree(content: dict[str, Any]) -> None:
+        entry = next(file for file in content["target_files"] if file["path"] == name)
+        entry.update(size=len(data), sha256=sha256_hex(data))
+
+    rewrite_manifest(Path(one.path), agree)
+    with pytest.raises(FormatError, match=r"klt-\w+ is not decoded by a file with sha256 \w+") as caught:
+        Store.open(one.path)
+    assert caught.value.kind == "document-invalid"
+    assert verify(one.path).kinds == {"document-invalid": 1}
+
+
+@pytest.mark.parametrize("codec", ["klt", "klt-../../x", "klt-0123456789abcdef"])
+def test_verify_names_a_codec_without_its_file(tmp_path: Path, codec: str) -> None:
+    store = make_store(tmp_path, codec=RECIPE)
+    rewrite_manifest(Path(store.path), lambda content: content["capture"]["codecs"].update(aux=codec))
+    (finding,) = verify(store.path).findings
+    assert (finding.kind, f"{codec}.safetensors: nothing can be decoded" in finding.detail) == ("codec-missing", True)
+
+
 def test_nothing_is_written_by_a_codec_that_is_fitted_to_nothing(tmp_path: Path) -> None:
     capture = capture_spec((1, 3), 32, RECIPE)
     assert is_unfitted(capture)
@@ -182,6 +266,9 @@ def test_nothing_is_written_by_a_codec_that_is_fitted_to_nothing(tmp_path: Path)
     assert (caught.value.kind, (tmp_path / "store").exists()) == ("codec-unfit", False)
     with pytest.raises(ConfigError, match="there is none") as caught:
         fit(capture, [])
+    assert caught.value.kind == "codec-unfit"
+    with pytest.raises(ConfigError, match="none of 9 rows is finite") as caught:
+        fit(capture, [torch.full((2, 9, 32), torch.nan).bfloat16()])
     assert caught.value.kind == "codec-unfit"
     with pytest.raises(ConfigError, match="klt has no transform"):
         KLT.encode(correlated(1, 9))
@@ -198,6 +285,10 @@ def test_nothing_is_written_by_a_codec_that_is_fitted_to_nothing(tmp_path: Path)
         (lambda t: t | {"0.weight": t["0.weight"][:, :-9].contiguous()}, r"weights \[96, 87\]"),
         (lambda t: t | {"0.scale": torch.tensor([float("nan")])}, "sums are not exact"),
         (lambda t: {name: tensor for name, tensor in t.items() if name != "1.bits"}, "there is none at 1"),
+        (lambda t: t | {"0.weight": t["0.weight"][0, 0]}, "weights"),
+        (lambda t: t | {"0.scale": t["0.scale"].repeat(2)}, "cannot be read"),
+        (lambda t: t | {"0.weight": t["0.weight"][:, :95].contiguous()}, "width 95, and these have 96"),
+        (lambda t: t | {"0.bits": t["0.bits"].clamp(max=1).add(torch.eye(12)[0].byte() * 28)}, "do not fill a row"),
     ],
 )
 def test_a_file_that_holds_no_transforms_is_refused(
@@ -234,3 +325,36 @@ def test_a_copy_without_a_layer_keeps_the_codes_of_the_others(tmp_path: Path) ->
     run_copy(open_copy([store], tmp_path / "anew", "aux=klt,final=q4", layers=[3]))
     assert Store.open(tmp_path / "anew").capture.codecs.aux != store.capture.codecs.aux
     assert verify(tmp_path / "anew", "bytes").findings == []
+
+
+def test_a_copy_of_one_layer_is_fitted_anew_where_its_units_are_coded_anew(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "all", codec=RECIPE, layers=(1, 3, 6))
+    run_copy(open_copy([store], tmp_path / "two", layers=[3, 6]))
+    two = Store.open(tmp_path / "two")
+    other = make_store(tmp_path / "other", layers=(1, 3, 6), seed=1)
+    copies = (
+        open_copy([two], tmp_path / "some", keep=lambda _record, entry: entry.tokens > 20),
+        open_copy([store], tmp_path / "few", keep=lambda _record, entry: entry.tokens > 20, layers=[3, 6]),
+        open_copy([two], tmp_path / "smaller", "aux=klt,final=q4"),
+        open_copy([two, other], tmp_path / "both", layers=[3, 6]),
+    )
+    for copy in copies:
+        run_copy(copy)
+        again = Store.open(copy.destination.path)
+        assert kind_of(again.capture.codecs.aux) == "klt"
+        assert again.capture.codecs.aux != two.capture.codecs.aux
+        assert len(again) > 1
+        assert verify(again.path, "bytes").findings == []
+
+
+def test_a_copy_into_one_of_fewer_layers_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    store, other = make_store(tmp_path / "all", codec=RECIPE), make_store(tmp_path / "other", seed=1)
+    run_copy(open_copy([store], tmp_path / "one", layers=[3]))
+    before = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*"))
+    with pytest.raises(ConfigError, match=r"klt-\w+ of .*one is fitted to more layers than the store holds") as caught:
+        open_copy([other], tmp_path / "one", layers=[3])
+    assert (caught.value.kind, "--recipe aux=klt,final=q8" in str(caught.value.hint)) == ("codec-unfit", True)
+    assert sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*")) == before
+    run_copy(open_copy([Store.open(tmp_path / "one")], tmp_path / "anew", RECIPE))
+    run_copy(open_copy([other], tmp_path / "anew", layers=[3]))
+    assert len(Store.open(tmp_path / "anew")) == 12
