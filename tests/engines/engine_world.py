@@ -18,13 +18,13 @@ from collectors.demo.corpus import conversations
 from hiddenstore.cli import main
 from hiddenstore.records import LOOP_SHARE, repeated_share
 
-QUESTIONS = 16
+QUESTIONS = 24
 NEW_TOKENS = 144
 SHORTEST_ANSWER = 40
 """Tokens. Engines count what a draft gets accepted past the end of an answer, we do not: long answers hide that."""
-ASKED = 86
+ASKED = 128
 """Most greedy answers of this small target loop, are dropped, or are short."""
-STEPS = 54
+STEPS = 80
 FAST = (
     "data.batch_tokens=1000",
     "data.pack_tokens=1000",

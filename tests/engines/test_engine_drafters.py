@@ -24,7 +24,7 @@ def test_eagle1_reads_the_final_hidden_after_the_final_norm(engine_world, record
 
 
 def test_dflash_fills_a_block_from_the_layers_it_was_trained_on(engine_world, record_property):
-    run = engine_world.trained("dflash", "dflash", "drafter.block_size=6", steps=27)
+    run = engine_world.trained("dflash", "dflash", "drafter.block_size=6", steps=40)
     (row,) = agreement(engine_world, run, "dflash", (5,))
     record_property("agreement", row)
     assert_agrees(row)
@@ -37,7 +37,7 @@ def test_dflash_fills_a_block_from_the_layers_it_was_trained_on(engine_world, re
 
 
 def test_medusa_heads_propose_in_their_own_order(engine_world, record_property):
-    run = engine_world.trained("medusa", "medusa", steps=27)
+    run = engine_world.trained("medusa", "medusa", steps=40)
     (row,) = agreement(engine_world, run, "medusa", (4,))
     record_property("agreement", row)
     assert_agrees(row)

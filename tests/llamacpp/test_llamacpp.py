@@ -34,23 +34,23 @@ def eagle3(engine_world: EngineWorld, target: str) -> str:
 
 @pytest.fixture(scope="session")
 def dflash(engine_world: EngineWorld, target: str) -> str:
-    return exported(engine_world.trained("dflash", "dflash", "drafter.block_size=6", steps=27), target)
+    return exported(engine_world.trained("dflash", "dflash", "drafter.block_size=6", steps=40), target)
 
 
 @pytest.fixture(scope="session")
 def jetspec(engine_world: EngineWorld, target: str) -> str:
     words = ("drafter.block_size=6", "drafter.causal=true")
-    return exported(engine_world.trained("jetspec", "dflash", *words, steps=27), target)
+    return exported(engine_world.trained("jetspec", "dflash", *words, steps=40), target)
 
 
 @pytest.fixture(scope="session")
 def dspark(engine_world: EngineWorld, target: str) -> str:
-    return exported(engine_world.trained("dspark", "dspark", "drafter.block_size=5", steps=27), target)
+    return exported(engine_world.trained("dspark", "dspark", "drafter.block_size=5", steps=40), target)
 
 
 @pytest.fixture(scope="session")
 def dflash2(engine_world: EngineWorld, target: str) -> str:
-    return exported(engine_world.trained("dflash2", "dflash2", "drafter.block_size=6", steps=27), target)
+    return exported(engine_world.trained("dflash2", "dflash2", "drafter.block_size=6", steps=40), target)
 
 
 def exported(run: str, target: str) -> str:
