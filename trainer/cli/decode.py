@@ -96,11 +96,7 @@ def decode(
     head, unusable = bundle_of(live.model, info.spec.head), list[str]()
     drafter = load_drafter(run, device, head=head)
     source, copy = tee(read_prompts(prompts, live.tokenizer, live.identity, "validation", unusable))
-    rule = (
-        partial(speculate.RejectionSampling, temperature, drafter.vocab.target_ids, method=draft_sample_method)
-        if temperature
-        else None
-    )
+    sampled = partial(speculate.RejectionSampling, temperature, drafter.vocab.target_ids, method=draft_sample_method)
     with Progress("decode", total=count, unit="prompts") as progress:
         result = speculate.decode(
             live,
@@ -108,7 +104,7 @@ def decode(
             (prompt.ids for prompt in source),
             shapes,
             speculate.DecodeLimits(count, max_new_tokens),
-            rule=rule,
+            rule=sampled if temperature else None,
             on_prompt=lambda done: progress.update(len(done.prompts), looping=done.looping),
         )
     rivals = [load_drafter(run, device, head=head, untrained=True)] if untrained else []
