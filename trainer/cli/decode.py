@@ -99,10 +99,7 @@ def decode(
     sampled = partial(speculate.RejectionSampling, temperature, drafter.vocab.target_ids, method=draft_sample_method)
     with Progress("decode", total=count, unit="prompts") as progress:
         result = speculate.decode(
-            live,
-            drafter,
-            (prompt.ids for prompt in source),
-            shapes,
+            *(live, drafter, (prompt.ids for prompt in source), shapes),
             speculate.DecodeLimits(count, max_new_tokens),
             rule=sampled if temperature else None,
             on_prompt=lambda done: progress.update(len(done.prompts), looping=done.looping),
