@@ -21,7 +21,7 @@ MORE_FLAGS_ALLOWED = {
     "regenerate": 18,
     "train": 11,
     "eval": 29,
-    "decode": 14,
+    "decode": 15,
 }
 
 

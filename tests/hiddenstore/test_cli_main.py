@@ -94,7 +94,7 @@ def test_metadata_commands_import_neither_torch_nor_zarr_nor_transformers(tmp_pa
     assert done.returncode == 0, done.stderr
 
 
-def test_help_takes_no_more_processor_time_than_python_click_and_twice_as_much_again() -> None:
+def test_help_takes_no_more_processor_time_than_python_click_and_three_times_as_much_again() -> None:
     def spent(*words: str) -> float:
         before = os.times()
         subprocess.run([sys.executable, *words], capture_output=True, check=True, timeout=60)
@@ -102,7 +102,7 @@ def test_help_takes_no_more_processor_time_than_python_click_and_twice_as_much_a
         return after.children_user + after.children_system - before.children_user - before.children_system
 
     pairs = [(spent("-m", "hiddenstore.cli", "--help"), spent("-c", "import click")) for _ in range(4)]
-    assert min(ours for ours, _ in pairs) < 3 * min(bare for _, bare in pairs), pairs
+    assert min(ours for ours, _ in pairs) < 4 * min(bare for _, bare in pairs), pairs
 
 
 def test_passive_waiting_is_set_before_torch_loads() -> None:
