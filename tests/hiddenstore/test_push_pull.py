@@ -585,18 +585,16 @@ def test_a_push_and_a_pull_that_are_killed_are_finished_by_the_same_command(
                 over.wait()
 
         hub.fault = fault
-        process = subprocess.Popen([sys.executable, "-m", "hiddenstore", *words], env=environment, cwd=tmp_path)
-        assert arrived.wait(120)
-        process.kill()
-        process.wait()
+        with subprocess.Popen([sys.executable, "-m", "hiddenstore", *words], env=environment, cwd=tmp_path) as process:
+            assert arrived.wait(120)
+            process.kill()
         hub.fault = lambda method, path: None
         over.set()
 
-    for _ in range(2):
-        killed("/lfs/", "push", world / "store", PLACE, "-q")
-    assert run("push", world / "store", PLACE, "-q") == 0
-    for _ in range(2):
-        killed("/datasets/me/states/resolve/", "pull", PLACE, str(tmp_path / "here"), "-q")
-    assert run("pull", PLACE, str(tmp_path / "here"), "-q") == 0
-    assert contents(Store.open(tmp_path / "here")) == contents(Store.open(world / "store"))
+    store, here = world / "store", str(tmp_path / "here")
+    for after, *words in (("/lfs/", "push", store, PLACE), ("/datasets/me/states/resolve/", "pull", PLACE, here)):
+        for _ in range(2):
+            killed(after, *words, "-q")
+        assert run(*words, "-q") == 0
+    assert contents(Store.open(here)) == contents(Store.open(store))
     assert re.search("^[0-9a-f]{64}  store.json$", (tmp_path / "here" / SUMS).read_text(), re.MULTILINE)

@@ -176,6 +176,17 @@ def test_a_folder_of_answers_that_is_not_there_is_said_before_anything_is_decode
     assert f"there is no folder {tmp_path / 'none'}" in run(words, 2).stderr
 
 
+def test_drafts_that_would_be_drawn_at_temperature_0_are_refused_with_what_draws_them(made):
+    said = run(decode_words(made, "--draft-sample-method", "probabilistic"), 2).stderr
+    assert "at temperature 0 nothing is drawn" in said
+    assert "--temperature 0.8" in said
+
+
+def test_drafts_that_are_drawn_are_said_to_be(made):
+    words = decode_words(made, "-n", "2", "--temperature", "0.8", "--draft-sample-method", "probabilistic")
+    assert "sampled at temperature 0.8, drafts probabilistic" in run(words).stdout
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "words", "fix"),
     [

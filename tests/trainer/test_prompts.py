@@ -155,9 +155,15 @@ def test_switches_that_no_chat_template_takes_leave_their_prompt_out(tmp_path):
         {"enable_thinking": "no"},
         {"chat_template_kwargs": "off"},
         {"chat_template_kwargs": {"chat_template": "a"}},
+        {"chat_template_kwargs": {"truncation": True, "max_length": 2}},
+        {"chat_template_kwargs": {"enable_thinking": True}, **OFF},
         {},
     ]
     file.write_text("".join(json.dumps({"prompt": "ab", **more}) + "\n" for more in rows))
     assert len(list(read_prompts(str(file), make_tokenizer(), IDENTITY, "validation", unusable))) == 1
-    assert len(unusable) == 3
-    assert "chat_template_kwargs is no object, or enable_thinking no boolean" in unusable[0]
+    assert len(unusable) == len(rows) - 1
+    said = "\n".join(sorted(unusable))
+    assert said.count("chat_template_kwargs is no object, or enable_thinking no boolean") == 2
+    assert "enable_thinking is false, and another in chat_template_kwargs" in said
+    assert "chat_template_kwargs cannot give chat_template" in said
+    assert "chat_template_kwargs cannot give max_length" in said

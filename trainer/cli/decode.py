@@ -81,7 +81,7 @@ def decode(
     Prompts whose greedy answer loops (over 30 % repeated 4-grams) are left out and counted. The same answers are also
     decoded one token at a time, for comparison.
     """
-    _require_folder(answers)
+    _require_possible(answers, temperature, draft_sample_method)
     from hiddenstore.targets.folder import open_target
     from hiddenstore.targets.load import pick_device
     from trainer.evaluate import speculate
@@ -109,7 +109,7 @@ def decode(
     document = {
         **{"run": run, "step": drafter.step, "target": live.identity.name, "prompts_from": prompts},
         **{"prompts_unusable": len(unusable), "temperature": temperature, "dtype": live.identity.dtype},
-        "draft_sample_method": draft_sample_method if temperature else "greedy",
+        "draft_sample_method": draft_sample_method,
         **_document(result, simulated, temperature, live.identity.dtype),
         **floor_members(floor),
     }
@@ -284,7 +284,10 @@ def _judge(document: dict[str, Any], dtype: str) -> None:
         raise click.exceptions.Exit(3)
 
 
-def _require_folder(answers: str | None) -> None:
+def _require_possible(answers: str | None, temperature: float, draft_sample_method: "DraftSampleMethod") -> None:
+    if draft_sample_method == "probabilistic" and not temperature:
+        problem = "--draft-sample-method probabilistic: at temperature 0 nothing is drawn"
+        raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint="--temperature 0.8")
     if answers is not None and not (folder := Path(answers).parent).is_dir():
         problem = f"--answers {answers}: there is no folder {folder}"
         raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint=f"mkdir -p {folder}")

@@ -1,5 +1,6 @@
 """Prompts to decode, as token ids: chat messages from JSONL, or the held-out text of prepared DATA or of a store."""
 
+import inspect
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -119,6 +120,8 @@ def _template_kwargs(row: Mapping[str, Any]) -> dict[str, Any] | str:
     kwargs, switch = row.get(TEMPLATE_KWARGS), row.get(ENABLE_THINKING)
     if not isinstance(kwargs, dict | None) or not isinstance(switch, bool | None):
         return f"{TEMPLATE_KWARGS} is no object, or {ENABLE_THINKING} no boolean"
+    if switch is not None and (kwargs or {}).get(ENABLE_THINKING, switch) != switch:
+        return f"{ENABLE_THINKING} is {str(switch).lower()}, and another in {TEMPLATE_KWARGS}"
     return (kwargs or {}) | ({} if switch is None else {ENABLE_THINKING: switch})
 
 
@@ -227,8 +230,12 @@ def prompt_ids(
     fix: str,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of a conversation up to where the answer begins; ``fix`` is what to do about an endless template."""
+    """Token ids of a conversation up to where the answer begins; ``fix`` is what to do about an endless template.
+    Raises ValueError: a member of ``template_kwargs`` is no word of the template's, but says how it is rendered."""
     template, kwargs = template_of(tokenizer), template_kwargs or {}
+    # Among these are max_length and truncation, which would cut the prompt.
+    if taken := sorted(kwargs.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys()):
+        raise ValueError(f"{TEMPLATE_KWARGS} cannot give {taken[0]}")
     with limited_rendering(location, fix):
         ids = tokenizer.apply_chat_template(
             list(messages), chat_template=template, add_generation_prompt=True, return_dict=False, **kwargs
