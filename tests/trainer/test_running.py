@@ -258,7 +258,10 @@ def test_what_was_measured_is_shown_where_the_export_cannot_be_written(
     assert "nothing here keeps that: hiddenstore serve … --draft-len 1" in result.stderr
 
 
-def test_draft_lengths_of_servers_are_shown_in_one_table(drafter_words: list[str]) -> None:
+def test_draft_lengths_of_servers_are_shown_in_one_table(
+    drafter_words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     result = CliRunner().invoke(main, [*drafter_words, "--draft-len", "1,4"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     lines = [line.split()[1] for line in result.output.splitlines() if line.startswith("  prompts ")]
