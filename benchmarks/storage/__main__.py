@@ -361,7 +361,7 @@ def main() -> None:
         bench = Bench(Path(folder), options.gb, options.rounds, states, options.device or "cpu")
         if options.device:
             bench.raw.write()
-            timings = bench.group("codecs")
+            timings = bench.writing("codecs", cases.ON_A_DEVICE)
             result = {"device": options.device, "rows": [timing.document() for timing in timings]}
             report.publish("storage-device", result, options.results)
             return

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from benchmarks.report import Bar
 from benchmarks.storage import cold
 from benchmarks.workers import Row, Timing
-from hiddenstore.codecs import CODECS
+from hiddenstore.codecs import CODECS, FITTED
 
 READ = ("sequential", "random")
 LOAD = Row("torch.load per sample, copied into the pack", "TorchFiles", READ, "pt")
@@ -67,6 +67,8 @@ GROUPS["copy"] = (
     Row("hiddenstore copy --recipe tiny", "CopyTiny", ("copy",), "copy-tiny"),
 )
 GROUPS["codecs"] = tuple(Row(f"codec {name}", name, ("encode", "decode")) for name in CODECS)
+ON_A_DEVICE = (*GROUPS["codecs"], *(Row(f"codec {name}", name, ("encode", "decode")) for name in FITTED))
+"""Those whose products are for GPUs too."""
 COPIED_BYTES = 30_000_000
 BUNDLED_WIDTH = 192
 """What ``copy`` reads: so many bytes of states, as wide as those of the bundled target."""

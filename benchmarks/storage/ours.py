@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save
 from benchmarks.storage.formats import Format, SampleFormat, Samples, Shapes
 from benchmarks.storage.states import RawStates, loss_mask, synthetic_bits
 from hiddenstore.care.copy import open_copy, run_copy
-from hiddenstore.codecs import get_codec
+from hiddenstore.codecs import CODECS, get_codec
 from hiddenstore.codecs.affine import AffineCodec
 from hiddenstore.codecs.base import Encoded
 from hiddenstore.codecs.fitted import fit, is_unfitted
@@ -187,13 +187,18 @@ class Copies(Format):
 
 
 class Codec:
-    """One codec in memory on a device, over samples uint16 [L, t, D], decoded as one pack of them is."""
+    """One codec in memory on a device, over samples uint16 [L, t, D], decoded as one pack of them is; a codec that is
+    fitted, to these samples."""
 
     def __init__(self, name: str, samples: Iterable[np.ndarray], device: torch.device) -> None:
-        self.codec, self.device = get_codec(name), device
+        self.device = device
         self.states = [torch.from_numpy(bits).view(torch.bfloat16).to(device) for bits in samples]
         layers, width = range(len(self.states[0])), self.states[0].shape[2]
-        self.capture = builders.capture_spec(layers, width, name, "none")
+        codecs = name if name in CODECS else f"aux={name},final=q8"
+        self.capture = builders.capture_spec(layers, width, codecs, "none")
+        if is_unfitted(self.capture):
+            self.capture, _ = fit(self.capture, self.states)
+        self.codec = get_codec(self.capture.codecs.aux)
         self.records = [self._record(index, states) for index, states in enumerate(self.states)]
         encoded = [self.codec.encode(states) for states in self.states]
         self.small = small_on([one.small for one in encoded], device)

@@ -143,16 +143,25 @@ class AffineCodec(ABC):
         sample, those on a device as `small_on` brings them there."""
         if not len(codes):
             return
-        # Another formula, as a subclass may bring, has no kernel.
-        layout, kernels = _kernel_layout(type(self)), _kernels(codes.device)
-        if layout is not None and kernels is not None:
-            kernels.decode(layout, codes, rows, small, _e4m3_values(codes.device), out)
+        kernels = _kernels(codes.device)
+        if kernels is not None and self._decoded_by(kernels, codes, rows, small, out):
             for span, arrays in zip(rows, small, strict=True):
                 _put_raw(arrays[RAW_INDEX], arrays[RAW_ROWS], out[:, span])
             return
         for span, arrays in zip(rows, small, strict=True):
             if span.stop > span.start:
                 self.decode(Encoded([layer[span] for layer in codes], dict(arrays)), out[:, span])
+
+    def _decoded_by(
+        self, kernels: Any, codes: Tensor, rows: Sequence[slice], small: Sequence[Mapping[str, Any]], out: Tensor
+    ) -> bool:
+        """``decode_pack`` by the module of kernels, raw rows left out; False, and nothing written: they do not know
+        this codec."""
+        # Another formula, as a subclass may bring, has no kernel.
+        layout = _kernel_layout(type(self))
+        if layout is not None:
+            kernels.decode(layout, codes, rows, small, _e4m3_values(codes.device), out)
+        return layout is not None
 
     def decode_mixed(self, part: Encoded, rows: Sequence[int], out: Tensor) -> None:
         """``decode`` of rows of several units, so many of each; channel scales and offsets are uint16 [U, L, D]."""

@@ -5,13 +5,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, distributed
 
 from collectors.capture.job import CollectOptions, CollectReport, collect
+from hiddenstore.codecs.klt import KLT
 from hiddenstore.codecs.recipes import RECIPES
 from hiddenstore.data import PackedBatch, TokenBatches
+from hiddenstore.data.packed import small_on
 from hiddenstore.store import Store
 from hiddenstore.targets.rebuild import TOLERANCE
 from hiddenstore.testing.builders import NUM_LAYERS, make_store
@@ -180,6 +183,25 @@ def test_a_pack_has_the_bits_that_a_cpu_decodes_and_near_them_what_is_rebuilt(re
             assert torch.equal(found.topk.ids.cpu(), expected.topk.ids)
         else:
             assert same_bits(found.final, expected.final)
+
+
+@pytest.mark.parametrize("width", [97, 576, 4096])
+def test_klt_has_the_codes_and_the_values_of_a_cpu_whatever_multiplies_it(width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    mixing = torch.randn(width, width, generator=generator) * torch.exp(-5 * torch.rand(width, 1, generator=generator))
+    states = (torch.randn(2, 3000, width, generator=generator) @ mixing + mixing[:1]).bfloat16()
+    data = KLT.fit(list(states.to(DEVICE)))
+    codec = KLT.of("klt-test", lambda: data)
+    here, there = (codec.encode(states[:, -300:].to(device)) for device in ("cpu", DEVICE))
+    assert all(torch.equal(one, other.cpu()) for one, other in zip(here.codes, there.codes, strict=True))
+    assert all(np.array_equal(here.small[field], there.small[field]) for field in codec.small)
+    expected = codec.decode(here)
+    assert same_bits(codec.decode(there), expected)
+    codes = torch.stack(list(there.codes))
+    out = torch.zeros(2, 300, width, dtype=torch.bfloat16, device=DEVICE)
+    with torch.autocast(torch.device(DEVICE).type, dtype=torch.bfloat16):
+        codec.decode_pack(codes, [slice(0, 300)], small_on([there.small], out.device), out)
+    assert same_bits(out, expected)
 
 
 BF16_SHARE = 2**-7

@@ -1,4 +1,4 @@
-"""The kernel that decodes a pack on a GPU, run by triton's interpreter."""
+"""The kernels that decode a pack on a GPU, run by triton's interpreter."""
 
 from collections.abc import Sequence
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from hiddenstore.codecs import get_codec
 from hiddenstore.codecs.affine import AffineCodec, Q8Codec, _e4m3_values, _kernel_layout, _kernels
 from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS
+from hiddenstore.codecs.klt import KLT, TRANSFORM
 from hiddenstore.data.packed import moved_at_once
 
 pytest.importorskip("triton")
@@ -49,8 +50,34 @@ def test_a_pack_of_several_samples_has_the_bits_of_torch(name: str, width: int) 
     assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
 
 
+@pytest.mark.parametrize("width", [40, 100, 1100])
+def test_a_pack_of_klt_has_the_bits_of_torch_in_any_blocks_of_rows(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_KLT_BLOCK_ELEMENTS", 9 * width)
+    rows, mixing = spans(LENGTHS), torch.randn(2, width, width) * torch.exp(-4 * torch.rand(2, width, 1))
+    data = KLT.fit(list((torch.randn(2, 2000, width) @ mixing + 1).bfloat16()))
+    codec = KLT.of("klt-test", lambda: data)
+    states = [(torch.randn(2, length, width) @ mixing + 1).bfloat16() for length in LENGTHS]
+    states[3][1, 5] = float("nan")
+    encoded = [codec.encode(sample) for sample in states if sample.shape[1]]
+    encoded.insert(1, codec.encode(states[0][:, :0]))
+    codes = torch.cat([torch.stack(list(one.codes)) for one in encoded], 1)
+    # As they are read: the second layer of the store first.
+    places = np.array([1, 0], dtype=np.int32)
+    small = [{**one, TRANSFORM: places} for one in moved_at_once([one.small for one in encoded], torch.device("cpu"))]
+    found, expected = (torch.full((2, sum(LENGTHS), width), 7.0, dtype=torch.bfloat16) for _ in range(2))
+    assert codec._decoded_by(kernels, codes, rows, small, found)
+    codec.decode_pack(codes, rows, small, expected)
+    for span, one in zip(rows, small, strict=True):
+        raw = torch.from_numpy(one[RAW_INDEX].astype(np.int64))
+        found[:, span][raw[:, 0], raw[:, 1]] = expected[:, span][raw[:, 0], raw[:, 1]]
+    assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+    small[3] |= {TRANSFORM: places[::-1]}
+    assert not codec._decoded_by(kernels, codes, rows, small, found)
+
+
 def test_a_pack_without_rows_stays_as_it_is() -> None:
     kernels.decode("q8", torch.zeros(2, 0, 8, dtype=torch.int8), [], [], torch.zeros(256), torch.zeros(2, 0, 8))
+    kernels.decode_klt([], torch.zeros(2, 0, 4, dtype=torch.uint8), [], [], torch.zeros(2, 0, 8))
 
 
 class OtherValues(Q8Codec):

@@ -68,6 +68,22 @@ def measure_paired(
     temporary folder, once per recipe. Raises ConfigError: ``states-rounded``, the store's own codecs are not exact;
     ``split-empty``; ``option-invalid``, the drafter's loss knows no overlap; a wrong setting.
     """
+    with TemporaryDirectory(prefix="hiddenstore-paired-") as folder:
+        original, copies, plan = paired_copies(store, recipes, seeds, words, Path(folder), target, drafter)
+        return train_pairs(original, copies, replace(plan, minutes=minutes), held_out_overlaps, advance, store)
+
+
+def paired_copies(
+    store: Store,
+    recipes: Sequence[str],
+    seeds: Sequence[int],
+    words: Sequence[str],
+    folder: Path,
+    target: str | None,
+    drafter: str,
+) -> tuple[Store, dict[str, Store], "PairPlan"]:
+    """What `measure_paired` compares, in a folder: original states, those of each recipe, and how they are trained on;
+    raises what it does."""
     rounded = inexact_fields(store.capture)
     if rounded:
         raise ConfigError(
@@ -83,11 +99,9 @@ def measure_paired(
         raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint="hiddenstore advise STORE --paired --drafter eagle3")
     count = config.train.max_steps or 0
     ids = _sample_ids(store, count * config.data.batch_tokens)
-    plan = PairPlan(drafter, tuple(seeds), tuple(words), count, minutes)
-    with TemporaryDirectory(prefix="hiddenstore-paired-") as folder:
-        original = _copy(store, Path(folder) / ORIGINAL, None, ids, None)
-        copies = {name: _copy(store, Path(folder) / name, name, ids, target) for name in recipes}
-        return train_pairs(original, copies, plan, held_out_overlaps, advance, store)
+    original = _copy(store, folder / ORIGINAL, None, ids, None)
+    copies = {name: _copy(store, folder / name, name, ids, target) for name in recipes}
+    return original, copies, PairPlan(drafter, tuple(seeds), tuple(words), count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,22 +145,43 @@ def train_pairs(
     ``cut_from`` is the store that ``original`` is a selection of, which makes one input of many.
     """
     began, total = time.monotonic(), plan.steps * len(plan.seeds) * (1 + len(copies))
-    sums: dict[str, list[Tensor]] = {name: [] for name in (ORIGINAL, *copies)}
+    by_seed: list[dict[str, HeldOut]] = []
     for done, seed in enumerate(plan.seeds):
         spent = (time.monotonic() - began) / 60
         if plan.minutes is not None and done >= FEWEST_SEEDS and spent * (done + 1) / done > plan.minutes:
             break
-        for name, trained_on in ((ORIGINAL, original), *copies.items()):
-            on_step = partial(advance, total, doing=f"{name}, seed {seed}")
-            state = _train(trained_on, plan.drafter, [*plan.words, f"train.seed={seed}", f"data.seed={seed}"], on_step)
-            held_out = measure(state, original)
-            sums[name].append(held_out.overlaps)
+        by_seed.append(overlaps_of_seed(original, copies, plan, seed, measure, partial(advance, total)))
     whole = original if cut_from is None else cut_from
-    sources = [whole.locate(sample_id)[0].input[:SOURCE_LETTERS] for sample_id in held_out.ids]
-    seeds = plan.seeds[: len(sums[ORIGINAL])]
-    pairs = Pairs(plan.drafter, seeds, plan.steps, held_out.slots, sources)
-    spent, (reference, *others) = (time.monotonic() - began) / 60, map(torch.stack, sums.values())
-    return [pairs.row(*one, reference, spent) for one in zip(copies, others, strict=True)]
+    return pair_rows(plan, by_seed, whole, (time.monotonic() - began) / 60)
+
+
+def overlaps_of_seed(
+    original: Store,
+    copies: Mapping[str, Store],
+    plan: PairPlan,
+    seed: int,
+    measure: Callable[[TrainState, Store], HeldOut],
+    advance: Callable[..., None],
+) -> dict[str, HeldOut]:
+    """What drafters of one seed do that were trained on the original states and on those of every copy, by name."""
+    words = [*plan.words, f"train.seed={seed}", f"data.seed={seed}"]
+    by_name = {}
+    for name, trained_on in ((ORIGINAL, original), *copies.items()):
+        state = _train(trained_on, plan.drafter, words, partial(advance, doing=f"{name}, seed {seed}"))
+        by_name[name] = measure(state, original)
+    return by_name
+
+
+def pair_rows(
+    plan: PairPlan, by_seed: Sequence[Mapping[str, HeldOut]], whole: Store, minutes: float
+) -> list[PairedRow]:
+    """A row per copy, of the first seeds of a plan; ``whole``: a store of the held-out samples, with their inputs."""
+    some = by_seed[0][ORIGINAL]
+    sources = [whole.locate(sample_id)[0].input[:SOURCE_LETTERS] for sample_id in some.ids]
+    pairs = Pairs(plan.drafter, plan.seeds[: len(by_seed)], plan.steps, some.slots, sources)
+    sums = {name: torch.stack([of_seed[name].overlaps for of_seed in by_seed]) for name in by_seed[0]}
+    reference = sums.pop(ORIGINAL)
+    return [pairs.row(name, overlaps, reference, minutes) for name, overlaps in sums.items()]
 
 
 @torch.no_grad()
