@@ -247,7 +247,22 @@ def _tokenizer(path: Path, split: str | None, beside: Path | None) -> Any:
         # A pattern of digits alone leaves the words to GPT-2's own.
         words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split == _SPLITS["smollm"])
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pattern, words])
+        _settle(tokenizer.backend_tokenizer)
     return tokenizer
+
+
+def _settle(backend: Any) -> None:
+    """Rules of bytes alone. Releases of transformers differ in what they add and no byte ever needs: an unknown token,
+    fallbacks, an empty normaliser, a decoder of other vocabularies. The digest of the rules would then be of the
+    release, and data prepared by one would fit no capture by another."""
+    from tokenizers import decoders
+
+    backend.decoder = decoders.ByteLevel()
+    backend.model.unk_token = None
+    backend.model.fuse_unk = backend.model.byte_fallback = False
+    backend.model.continuing_subword_prefix = backend.model.end_of_word_suffix = ""
+    if json.loads(backend.to_str())["normalizer"] == {"type": "Sequence", "normalizers": []}:
+        backend.normalizer = None
 
 
 def _require_same(path: Path, reader: "GGUFReader", config: Any) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import decoders, normalizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from collectors.demo import TARGET_DIR
@@ -207,6 +208,19 @@ def test_the_rule_of_another_family_splits_as_its_own_tokenizer(tmp_path: Path) 
     folder = target_folder(str(write_gguf(tmp_path / "small.gguf", pre="smollm")))
     pieces = AutoTokenizer.from_pretrained(folder).backend_tokenizer.pre_tokenizer.pre_tokenize_str("a 120 it's")
     assert [piece for piece, _ in pieces] == ["a", "Ġ", "1", "2", "0", "Ġit", "'s"]
+
+
+def test_the_rules_of_a_tokenizer_are_of_the_file_and_not_of_the_release_that_read_it(tmp_path: Path) -> None:
+    folder = target_folder(str(write_gguf(tmp_path / "small.gguf", pre="smollm")))
+    backend = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    rules = backend.to_str()
+    # As transformers 5.17 converts.
+    backend.normalizer = normalizers.Sequence([])
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.ByteLevel()])
+    backend.model.unk_token, backend.model.fuse_unk, backend.model.byte_fallback = "<|endoftext|>", True, True
+    assert backend.to_str() != rules
+    module._settle(backend)
+    assert backend.to_str() == rules
 
 
 def test_a_tokenizer_beside_the_file_wins(tmp_path: Path) -> None:
