@@ -218,7 +218,7 @@ def _say_losses(document: "PreparedData") -> None:
 
 
 def _show_data(answer: dict[str, Any]) -> None:
-    from collectors.conversations.parse import NO_ANSWER
+    from hiddenstore.conversation import NO_ANSWER
 
     rows, samples, tokens = answer["rows_read"], answer["samples"], answer["tokens"]
     rate = rows / max(answer["elapsed_s"], 1e-3)
@@ -298,7 +298,7 @@ def _show_sources(sources: list[dict[str, Any]], *counts: str) -> None:
 
 
 def _show_rejects(rejects: list[tuple[str, int, str]]) -> None:
-    from collectors.conversations.parse import way_to_keep
+    from hiddenstore.conversation import way_to_keep
 
     if rejects:
         rows = [(reason, f"{count:,}", first) for reason, count, first in rejects]

@@ -218,7 +218,7 @@ def _refuse_before_start(request: "RegenerateOptions") -> None:
 
 
 def _show(document: dict[str, Any], shard: tuple[int, int]) -> None:
-    from collectors.conversations.parse import way_to_keep
+    from hiddenstore.conversation import way_to_keep
 
     out = output()
     looping = document["dropped"].get("looping", 0)

@@ -17,7 +17,7 @@ import yaml
 
 from collectors.conversations.files import open_file
 from collectors.conversations.hub import HubSplit, open_json_split, open_table
-from collectors.conversations.parse import MESSAGE_COLUMNS, TOOLS_COLUMN, Problem, Row, Source, decoded_row
+from hiddenstore.conversation import MESSAGE_COLUMNS, TOOLS_COLUMN, Problem, Row, Source, decoded_row
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
 from hiddenstore.registry import nearest
 

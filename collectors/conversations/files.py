@@ -16,7 +16,7 @@ from typing import Any
 
 import ijson
 
-from collectors.conversations.parse import TABLE_BATCH_ROWS, ColumnFilter, Problem, Row, Source, conversation_columns
+from hiddenstore.conversation import TABLE_BATCH_ROWS, ColumnFilter, Problem, Row, Source, conversation_columns
 from hiddenstore.errors import ConfigError, Kind, StorageError
 from hiddenstore.files.damage import raise_refusal
 

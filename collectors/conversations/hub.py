@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from collectors.conversations.files import open_file
-from collectors.conversations.parse import (
+from hiddenstore.conversation import (
     IMAGE_KEYS,
     TABLE_BATCH_ROWS,
     ColumnFilter,

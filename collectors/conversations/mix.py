@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from collectors.conversations.datasets import DATASET, find_dataset, open_named
 from collectors.conversations.files import SUFFIXES, open_file
 from collectors.conversations.hub import is_saved_dataset, open_dataset
-from collectors.conversations.parse import Row, Source
+from hiddenstore.conversation import Row, Source
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.settings import load
 

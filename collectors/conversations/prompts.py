@@ -17,7 +17,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from collectors.conversations.mix import Mix, MixedSource, open_inputs, resolved
-from collectors.conversations.parse import (
+from hiddenstore.console.progress import Progress
+from hiddenstore.conversation import (
     TEMPLATE_KWARGS,
     TOOLS_COLUMN,
     Conversation,
@@ -26,7 +27,6 @@ from collectors.conversations.parse import (
     parse_row,
     way_to_keep,
 )
-from hiddenstore.console.progress import Progress
 from hiddenstore.errors import ConfigError, InterruptError, Kind
 from hiddenstore.fs.publish import new_file, refuse_existing_file
 from hiddenstore.settings import load

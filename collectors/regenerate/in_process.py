@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from collectors.conversations.parse import TEMPLATE_KWARGS
 from collectors.regenerate.generate import Answer, Sampling, Task, generate_batch, prompt_batches
 from collectors.regenerate.options import RegenerateOptions
 from collectors.regenerate.rewrite import AnswerAll, Beat, Recorded, Reply, Rewrite, Take
 from collectors.targets.load import LoadedTarget, load_target
 from collectors.tokenize.template import read_template
+from hiddenstore.conversation import TEMPLATE_KWARGS
 from hiddenstore.errors import ConfigError, Kind, StorageError
 from hiddenstore.records import LOOP_SHARE, repeated_share
 from hiddenstore.targets.folder import TargetFolder, open_target

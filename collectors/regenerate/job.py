@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from collectors.conversations.mix import open_sources
-from collectors.conversations.parse import TEMPLATE_KWARGS, Conversation, Source, parse_row, way_to_keep
 from collectors.regenerate.answers import AnswerLog, AnswersFolder
 from collectors.regenerate.options import (
     RegenerateOptions,
@@ -28,6 +27,7 @@ from collectors.regenerate.rewrite import Reply, Rewrite
 from hiddenstore.console.output import output
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import plural
+from hiddenstore.conversation import TEMPLATE_KWARGS, Conversation, Source, parse_row, way_to_keep
 from hiddenstore.errors import CaptureError, ConfigError, InterruptError, Kind, NotFoundError
 from hiddenstore.fs import require_local
 

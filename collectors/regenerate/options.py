@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from collectors.conversations.parse import TEMPLATE_KWARGS, Problem, Row, parse_row
 from collectors.regenerate.rewrite import Rewrite
 from collectors.tokenize.template import read_template
+from hiddenstore.conversation import TEMPLATE_KWARGS, Problem, Row, parse_row
 from hiddenstore.errors import ConfigError, HiddenstoreError, Kind
 from hiddenstore.settings import plain_value
 from hiddenstore.targets.checkpoint import checkpoint_sha256

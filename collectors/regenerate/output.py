@@ -11,7 +11,7 @@ from typing import Any, Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from collectors.conversations.parse import FINISH_REASON, MEMBERS_OF_TEXT, TEMPLATE_KWARGS, TOOLS_COLUMN, WEIGHT
+from hiddenstore.conversation import FINISH_REASON, MEMBERS_OF_TEXT, TEMPLATE_KWARGS, TOOLS_COLUMN, WEIGHT
 from hiddenstore.fs.publish import new_file, new_folder, refuse_existing_file, refuse_existing_folder
 from hiddenstore.fs.seam import WritableFile
 

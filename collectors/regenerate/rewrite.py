@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
-from collectors.conversations.parse import (
+from hiddenstore.conversation import (
     CUT,
     FINISH_REASON,
     TEMPLATE_KWARGS,

@@ -13,10 +13,10 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from collectors.conversations.parse import TEMPLATE_KWARGS, Message
 from collectors.regenerate.options import RegenerateOptions
 from collectors.regenerate.rewrite import AnswerAll, Beat, Recorded, Reply, Rewrite, Take
 from hiddenstore.console.text import plural
+from hiddenstore.conversation import TEMPLATE_KWARGS, Message, for_server
 from hiddenstore.errors import CaptureError, ConfigError, HiddenstoreError, Kind, StorageError
 from hiddenstore.records import LOOP_SHARE, repeated_share
 from hiddenstore.servers.http import HttpClient, RefusedError, ServerAccess
@@ -64,7 +64,7 @@ class ChatServer:
         request: dict[str, Any] = {
             "model": self.model,
             **({"prompt": "".join(message["content"] for message in messages)} if options.raw else {}),
-            **({} if options.raw else {"messages": [_sent(message) for message in messages]}),
+            **({} if options.raw else {"messages": [for_server(message) for message in messages]}),
             "temperature": options.temperature,
             "max_tokens": options.limit,
         }
@@ -89,21 +89,6 @@ class ChatServer:
     def close(self) -> None:
         """Close its connections; requests under way in other threads fail."""
         self._client.close()
-
-
-def _sent(message: Message) -> Message:
-    """A message as servers take it. Earlier reasoning stays here: templates leave it out, some servers refuse it."""
-    sent: Message = {key: message[key] for key in ("role", "content", "name", "tool_call_id") if key in message}
-    if calls := message.get("tool_calls"):
-        sent["tool_calls"] = [_sent_call(call, number) for number, call in enumerate(calls)]
-    return sent
-
-
-def _sent_call(call: dict[str, Any], number: int) -> dict[str, Any]:
-    function = dict(call.get("function") or {key: call[key] for key in ("name", "arguments") if key in call})
-    if not isinstance(function.get("arguments"), str):
-        function["arguments"] = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
-    return {"id": call.get("id") or f"call_{number}", "type": "function", "function": function}
 
 
 def _read_text(document: Any) -> Reply:

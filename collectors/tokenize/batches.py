@@ -27,9 +27,9 @@ from urllib.request import url2pathname
 import numpy as np
 import pyarrow as pa
 
-from collectors.conversations.parse import NO_ANSWER, Conversation, Problem, Row, parse_row, shortened
 from collectors.targets.images import ImageError, TargetImages
 from collectors.tokenize.template import ChatTemplate, Tokenised
+from hiddenstore.conversation import NO_ANSWER, Conversation, Problem, Row, parse_row, shortened
 from hiddenstore.errors import InterruptError, Kind, StorageError
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.inputs import PREPARED

@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 
 from collectors.conversations.datasets import find_dataset
 from collectors.conversations.mix import Mix, MixedSource, open_inputs
-from collectors.conversations.parse import NO_ANSWER, Row, Source, way_to_keep
 from collectors.targets.images import open_images
 from collectors.tokenize.batches import FACTS, SampleBatch, SampleRules, batches_of, ordered_batches
 from collectors.tokenize.template import NOT_STABLE, ChatTemplate, read_template
@@ -25,6 +24,7 @@ from collectors.tokenize.write import Tally, data_files, new_data, refuse_existi
 from hiddenstore.console.output import output
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import plural
+from hiddenstore.conversation import NO_ANSWER, Row, Source, way_to_keep
 from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.files.documents import seal
 from hiddenstore.files.layout import DATA_JSON

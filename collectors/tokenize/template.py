@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from collectors.conversations.parse import REASONING, Conversation, Message, Problem
 from collectors.tokenize.thoughts import (
     THINK_TAGS,
     are_words_lost,
@@ -25,6 +24,7 @@ from collectors.tokenize.thoughts import (
     reasoning_ranges,
     with_known_reasoning,
 )
+from hiddenstore.conversation import REASONING, Conversation, Message, Problem
 from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
 from hiddenstore.targets.identity import chat_template_sha256, tokenizer_sha256
 from hiddenstore.targets.rendering import RENDER_ERRORS, date_of, dated, limited_rendering, reason_of, template_of

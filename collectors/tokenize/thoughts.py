@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
-from collectors.conversations.parse import REASONING, Conversation, Message
+from hiddenstore.conversation import REASONING, Conversation, Message
 
 Range = tuple[int, int]
 _HEADER = 64

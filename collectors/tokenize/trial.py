@@ -5,8 +5,8 @@ from functools import lru_cache
 
 from jinja2 import TemplateSyntaxError
 
-from collectors.conversations.parse import Conversation, Message, Problem
 from collectors.tokenize.template import NOT_STABLE, ChatTemplate, RewrittenError
+from hiddenstore.conversation import Conversation, Message, Problem
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.targets.rendering import RENDER_ERRORS
 

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from collectors.conversations.parse import Problem
+from hiddenstore.conversation import Problem
 from hiddenstore.errors import ConflictError, HiddenstoreError, Kind
 from hiddenstore.files.layout import DATA_JSON
 from hiddenstore.fs import is_address, open_filesystem

@@ -25,13 +25,13 @@ from safetensors.torch import save as save_tensors
 
 from collectors.conversations.files import open_file
 from collectors.conversations.mix import read_mix
-from collectors.conversations.parse import parse_row
 from collectors.engines.dump import FORMATS
 from collectors.engines.dump.peer import Unusable
 from collectors.regenerate.server import _read_reply
 from collectors.targets.images import ImageError, _upright
 from hiddenstore.cli import main
 from hiddenstore.cli.run import Pipeline, stages_of
+from hiddenstore.conversation import parse_row
 from hiddenstore.errors import HiddenstoreError
 from hiddenstore.files import layout
 from hiddenstore.files.documents import canonical, sha256_hex, unseal

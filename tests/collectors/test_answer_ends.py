@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from tiny_templates import CHATML, CHATML_TAGGED, chat, tiny_tokenizer, write_rows
 
-from collectors.conversations.parse import Conversation
 from collectors.tokenize.prepare import PrepareOptions, prepare
 from collectors.tokenize.template import ChatTemplate, Tokenised
+from hiddenstore.conversation import Conversation
 from hiddenstore.targets.folder import open_target
 from schemas.manifest import ROLES
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from collectors.conversations import files
 from collectors.conversations.mix import open_sources
-from collectors.conversations.parse import Conversation, Problem, Row, parse_row
+from hiddenstore.conversation import Conversation, Problem, Row, parse_row
 from hiddenstore.errors import ConfigError, HiddenstoreError, NotFoundError, StorageError
 from schemas.manifest import ROLES
 

@@ -11,8 +11,8 @@ import yaml
 
 from collectors.conversations.datasets import named_datasets, open_named
 from collectors.conversations.hub import HubSplit
-from collectors.conversations.parse import Conversation, Problem, parse_row
 from hiddenstore.cli import main
+from hiddenstore.conversation import Conversation, Problem, parse_row
 from hiddenstore.errors import ConfigError, HiddenstoreError, NotFoundError
 
 DATASETS = named_datasets()

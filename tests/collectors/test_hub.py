@@ -10,7 +10,7 @@ import yaml
 
 from collectors.conversations.datasets import open_named
 from collectors.conversations.hub import HubSplit, open_dataset, open_table
-from collectors.conversations.parse import Conversation, Problem, Source, parse_row
+from hiddenstore.conversation import Conversation, Problem, Source, parse_row
 from hiddenstore.errors import ConfigError
 
 DATASET = "dataset:nemotron-v3-safety"

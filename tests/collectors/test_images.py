@@ -19,12 +19,12 @@ from PIL import Image
 
 from collectors.checks.crosscheck import CrossCheck
 from collectors.conversations.mix import open_sources
-from collectors.conversations.parse import Conversation, Row, parse_row
 from collectors.engines import CaptureRequest, EngineOptions
 from collectors.engines.hf import HfEngine
 from collectors.targets.images import open_images
 from collectors.targets.load import LoadedTarget, load_target
 from collectors.tokenize.prepare import PrepareOptions, prepare
+from hiddenstore.conversation import Conversation, Row, parse_row
 from hiddenstore.errors import CaptureError, ConfigError, FormatError, Kind, StorageError
 from hiddenstore.files import documents
 from hiddenstore.files.documents import seal

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from tiny_templates import CHATML, CHATML_TAGGED, LLAMA3, chat, tiny_target, tiny_tokenizer, write_rows
 
-from collectors.conversations.parse import Conversation
 from collectors.tokenize.template import ChatTemplate, Tokenised
 from hiddenstore.cli import main
+from hiddenstore.conversation import Conversation
 
 LLAMA31 = LLAMA3.replace(
     "{{ m['content'] | trim }}",

@@ -10,11 +10,11 @@ from tiny_templates import chat, tiny_target, write_rows
 
 from collectors.conversations.datasets import _select, find_dataset
 from collectors.conversations.mix import Mix, mix_names, open_inputs, read_mix
-from collectors.conversations.parse import Conversation, Problem
 from collectors.conversations.prompts import Augmentation, prompt_of, read_augmentation, write_prompts
 from collectors.regenerate.rewrite import Rewrite
 from collectors.tokenize.prepare import PrepareOptions, prepare
 from hiddenstore.cli import main
+from hiddenstore.conversation import Conversation, Problem
 from hiddenstore.errors import ConfigError, ConflictError, HiddenstoreError, NotFoundError
 
 

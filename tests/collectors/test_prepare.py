@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from tiny_templates import CHATML, STRIPS_THOUGHTS, chat, tiny_target, write_rows
 
 from collectors.capture.estimate import final_rows
-from collectors.conversations.parse import Row
 from collectors.tokenize import batches
 from collectors.tokenize import write as parts
 from collectors.tokenize.batches import batches_of, is_validation, ordered_batches
 from collectors.tokenize.prepare import PrepareOptions, prepare
+from hiddenstore.conversation import Row
 from hiddenstore.errors import ConfigError, ConflictError, HiddenstoreError, InterruptError, NotFoundError, StorageError
 from hiddenstore.fs.disk import PosixDisk
 from hiddenstore.inputs import PreparedInput

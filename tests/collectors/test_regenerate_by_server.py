@@ -16,12 +16,12 @@ import pytest
 from chat_double import FAULTS, Asked, ChatDouble, chat_double, expected, options, plain_answer, two_turns, write
 
 from collectors.conversations.mix import open_sources
-from collectors.conversations.parse import Conversation, parse_row
 from collectors.regenerate.answers import AnswersFolder
 from collectors.regenerate.job import regenerate
 from collectors.regenerate.options import RegenerateOptions, RegenerateReport, answer_settings
 from collectors.regenerate.server import ChatServer, UnansweredError, _read_reply
 from hiddenstore.cli import main
+from hiddenstore.conversation import Conversation, parse_row
 from hiddenstore.errors import CaptureError, ConfigError, ConflictError, StorageError
 from hiddenstore.servers import http
 from hiddenstore.servers.http import ServerAccess

@@ -12,7 +12,6 @@ import pytest
 from tiny_templates import CHATML, CHATML_TAGGED, STRIPS_THOUGHTS, chat, tiny_target, tiny_tokenizer, write_rows
 
 from collectors.conversations.mix import open_sources
-from collectors.conversations.parse import Conversation, Problem, Row, parse_row
 from collectors.conversations.prompts import Augmentation, Variant, write_prompts
 from collectors.regenerate.job import regenerate
 from collectors.regenerate.options import RegenerateOptions
@@ -21,6 +20,7 @@ from collectors.regenerate.rewrite import Reply, Rewrite
 from collectors.tokenize.prepare import prepare
 from collectors.tokenize.template import ChatTemplate, Tokenised
 from hiddenstore.cli import main
+from hiddenstore.conversation import Conversation, Problem, Row, parse_row
 from hiddenstore.errors import ConfigError
 from schemas.prepared import LossOn
 

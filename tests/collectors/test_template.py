@@ -28,9 +28,9 @@ from tiny_templates import (
 )
 from transformers import ByT5Tokenizer
 
-from collectors.conversations.parse import Conversation, Problem, Row, parse_row
 from collectors.tokenize.template import ChatTemplate, Tokenised, read_template
 from collectors.tokenize.trial import check_template, refuse_if_unstable
+from hiddenstore.conversation import Conversation, Problem, Row, parse_row
 from hiddenstore.errors import ConfigError, FormatError, NotFoundError
 from hiddenstore.targets import rendering
 from hiddenstore.targets.folder import open_target

@@ -9,10 +9,10 @@ import pytest
 from tiny_templates import CHATML, chat, tiny_target, tiny_tokenizer, write_rows
 from transformers.utils import chat_template_utils
 
-from collectors.conversations.parse import Conversation
 from collectors.tokenize.prepare import PrepareOptions, prepare
 from collectors.tokenize.template import ChatTemplate, Tokenised
 from hiddenstore.cli import main
+from hiddenstore.conversation import Conversation
 from hiddenstore.errors import ConfigError
 from trainer.evaluate.prompts import prompt_ids
 

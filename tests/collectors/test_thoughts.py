@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from tiny_templates import CHATML, CHATML_TAGGED, chat, tiny_tokenizer
 
-from collectors.conversations.parse import Conversation
 from collectors.tokenize.template import ChatTemplate, Tokenised
 from collectors.tokenize.thoughts import reasoning_ranges, with_known_reasoning
+from hiddenstore.conversation import Conversation
 
 HARMONY = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}"

@@ -8,7 +8,7 @@ from tiny_target import make_tokenizer
 from hiddenstore.errors import ConfigError, FormatError, NotFoundError
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.testing.builders import capture_spec, make_data, make_store
-from trainer.evaluate.prompts import read_prompts
+from trainer.evaluate.prompts import questions_of, read_prompts
 
 IDENTITY = capture_spec().target
 
@@ -146,7 +146,49 @@ def test_switches_beside_a_prompt_go_to_the_chat_template(tmp_path, beside):
     file.write_text("".join(json.dumps({"prompt": "ab", **more}) + "\n" for more in ({}, beside)))
     plain, off = read_prompts(str(file), tokenizer, IDENTITY, "validation", [])
     assert tokenizer.decode(off.ids).replace(" ", "") == tokenizer.decode(plain.ids).replace(" ", "") + "off"
-    assert (plain.template_kwargs, off.template_kwargs) == ({}, OFF)
+    assert (plain.beside.template_kwargs, off.beside.template_kwargs) == ({}, OFF)
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": 3}'}}
+
+
+def test_tools_system_messages_and_calls_reach_the_chat_template_as_prepare_reads_them(tmp_path):
+    tokenizer, file = make_tokenizer(), tmp_path / "p.jsonl"
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{% for m in messages %}{{ m.role[0] }}"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.at + 1 }}{% endfor %}{% endfor %}"
+    )
+    called = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [CALL]}]
+    rows = [
+        {"prompt": "ab", "system": "e", "tools": json.dumps([TOOL])},
+        {"messages": [*called, {"role": "tool", "content": "d"}], "functions": [TOOL["function"]]},
+        {"instruction": "ab", "input": "cd", "history": [["e", "f"]]},
+        {"turns": ["ab", "cd"], "system_prompt": "e"},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = list(read_prompts(str(file), tokenizer, IDENTITY, "validation", []))
+    texts = ("[look]seuab", "[look]uaa4td", "ueafuab\n\ncd", "seuab")
+    assert [prompt.ids for prompt in prompts] == [tokenizer.encode(text) for text in texts]
+    assert [prompt.beside.columns().get("tools") for prompt in prompts] == [[TOOL], [TOOL], None, None]
+    (question,) = (one for one in questions_of(file, []) if one.more)
+    assert (len(question.history), question.more) == (2, ("cd",))
+
+
+@pytest.mark.parametrize(
+    ("beside", "why"),
+    [
+        ({"tools": "{"}, "tools is no JSON"),
+        ({"tools": [3]}, "tools is a list, expected a list of objects"),
+        ({"system": ["a"]}, "system is a list, expected text"),
+        ({"image": "cat.png"}, "an image beside the messages"),
+    ],
+)
+def test_what_stands_beside_a_prompt_and_cannot_be_read_leaves_it_out(tmp_path, beside, why):
+    file, unusable = tmp_path / "p.jsonl", []
+    file.write_text("".join(json.dumps({"prompt": "ab", **more}) + "\n" for more in ({}, beside)))
+    assert len(list(read_prompts(str(file), make_tokenizer(), IDENTITY, "validation", unusable))) == 1
+    assert f"p.jsonl:2: {why}" in unusable[0]
 
 
 def test_switches_that_no_chat_template_takes_leave_their_prompt_out(tmp_path):
@@ -163,7 +205,8 @@ def test_switches_that_no_chat_template_takes_leave_their_prompt_out(tmp_path):
     assert len(list(read_prompts(str(file), make_tokenizer(), IDENTITY, "validation", unusable))) == 1
     assert len(unusable) == len(rows) - 1
     said = "\n".join(sorted(unusable))
-    assert said.count("chat_template_kwargs is no object, or enable_thinking no boolean") == 2
-    assert "enable_thinking is false, and another in chat_template_kwargs" in said
+    assert "enable_thinking is 'no', expected one boolean" in said
+    assert "chat_template_kwargs is no JSON" in said
+    assert "enable_thinking is False, expected one boolean" in said
     assert "chat_template_kwargs cannot give chat_template" in said
     assert "chat_template_kwargs cannot give max_length" in said

@@ -10,7 +10,7 @@ from fake_server import RECORDED, fake_server
 from hiddenstore.cli import main
 from hiddenstore.servers.http import HttpClient, ServerAccess
 from trainer.evaluate.prompts import read_questions
-from trainer.evaluate.server import DraftCounts, LlamacppServer, SamplingOptions, sglang_counts, vllm_counts
+from trainer.evaluate.server import SERVERS, DraftCounts, LlamacppServer, SamplingOptions, sglang_counts, vllm_counts
 
 ACCEPTS = (3, 0, 1, 2)
 MT_BENCH = {"question_id": 81, "category": "writing", "turns": ["Write a post.", "Rewrite it."]}
@@ -354,3 +354,44 @@ def test_switches_beside_a_question_are_sent_with_it_alone(tmp_path, engine):
         document(words(engine, server, str(file)))
         asked = {body["messages"][-1]["content"]: body for _, body in server.asked if body["max_tokens"] > 8}
     assert {text: body.get("chat_template_kwargs") for text, body in asked.items()} == {"one": off, "two": None}
+
+
+TOOL = {"type": "function", "function": {"name": "look"}}
+CALLED = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [{"function": {"name": "look"}}]},
+    {"role": "tool", "content": "d"},
+]
+
+
+@pytest.mark.parametrize(
+    ("engine", "path", "member"), [("vllm", "/v1/completions", "prompt"), ("sglang", "/generate", "input_ids")]
+)
+def test_tools_beside_a_question_are_rendered_here_where_servers_that_are_started_render_the_rest(
+    tmp_path, engine, path, member
+):
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps({"messages": CALLED, "tools": [TOOL]}) + '\n{"prompt": "two"}\n')
+    questions = read_questions([str(file)], [])
+    with fake_server(engine=engine, accepts=ACCEPTS) as server:
+        one = SERVERS[engine](HttpClient(ServerAccess(server.url)), None, lambda *given: [len(given[0]), 7], False)
+        for question in questions:
+            one.ask(question.history, SamplingOptions(16, beside=question.beside))
+    (rendered, with_tools), (_, plain) = server.asked
+    assert (rendered, with_tools[member]) == (path, [3, 7])
+    assert plain["messages"] == [{"role": "user", "content": "two"}]
+
+
+def test_a_server_whose_target_is_not_known_is_not_asked_with_tools(tmp_path):
+    file = tmp_path / "p.jsonl"
+    rows = [{"messages": CALLED, "tools": [TOOL]}, {"messages": CALLED}]
+    file.write_text(json.dumps(rows[0]) + "\n")
+    with fake_server(engine="vllm", accepts=ACCEPTS) as server:
+        found = error(words("vllm", server, str(file)), 2)
+        assert (found["kind"], server.asked) == ("input-empty", [])
+        assert "tools beside a prompt, which the chat template of --target renders" in found["message"]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert document(words("vllm", server, str(file)))["prompts_unusable"] == 1
+    sent = server.asked[-1][1]["messages"]
+    assert [sorted(message) for message in sent[1:]] == [["content", "role", "tool_calls"], ["content", "role"]]
+    assert sent[1]["tool_calls"][0]["function"] == {"name": "look", "arguments": "{}"}

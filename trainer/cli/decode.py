@@ -299,7 +299,6 @@ def _write_answers(path: str | None, result: "DecodeResult", source: "Iterable[P
     if path is None:
         return
     from hiddenstore.fs.publish import replace_file
-    from trainer.evaluate.prompts import TEMPLATE_KWARGS
 
     prompts, stops, lines = list(source), live.stop_ids, []
     for index, prompt, answer in zip(result.indices, result.prompts, result.by_shape[-1].answers, strict=True):
@@ -309,7 +308,6 @@ def _write_answers(path: str | None, result: "DecodeResult", source: "Iterable[P
         if messages is not None:
             end = {} if answer[-1] in stops else {"finish_reason": "length"}
             row["messages"] = [*messages, {"role": "assistant", "content": text, **end}]
-            if kwargs := dict(prompts[index].template_kwargs):
-                row[TEMPLATE_KWARGS] = kwargs
+            row |= prompts[index].beside.columns()
         lines.append(json.dumps(row, ensure_ascii=False))
     replace_file(Path(path), ("\n".join(lines) + "\n").encode())

@@ -1,6 +1,6 @@
 """``hiddenstore eval`` with ``--engine``, ``--serve`` or ``--method``: what servers get accepted, and how fast."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +10,7 @@ import click
 
 from hiddenstore.console.output import output
 from hiddenstore.console.progress import Progress
+from hiddenstore.conversation import Message
 from hiddenstore.errors import ConfigError, HiddenstoreError, Kind
 from hiddenstore.fs.publish import replace_file
 from hiddenstore.servers import VllmPython, engine_flags, running
@@ -17,7 +18,7 @@ from hiddenstore.servers.http import HttpClient, ServerAccess
 from hiddenstore.targets.folder import open_target
 from hiddenstore.targets.rendering import RENDER_ERRORS, reason_of
 from trainer.evaluate.acceptance import FRACTION_BITS, tie_gap
-from trainer.evaluate.prompts import Message, Question, left_out, prompt_ids, read_questions
+from trainer.evaluate.prompts import Beside, Question, left_out, no_prompt, prompt_ids, read_questions
 from trainer.evaluate.rounds import FEWEST_ROUNDS, departures, is_shown_to_pay, measure_rounds, rows_of
 from trainer.evaluate.server import ALL, SERVERS, Render, SamplingOptions, Server, require_one_model
 from trainer.evaluate.table import markdown, parts_of, spread, table
@@ -90,6 +91,8 @@ def measure_servers(options: ServerOptions) -> None:
     # Before servers start, which takes minutes.
     unusable: list[str] = []
     questions = read_questions(options.prompts, unusable, options.count)
+    if options.target is None:
+        questions = _without_tools(questions, unusable)
     if unusable:
         output().warn(left_out(unusable))
     if not options.starts_servers:
@@ -97,6 +100,16 @@ def measure_servers(options: ServerOptions) -> None:
         return
     with _started(options) as (plain, *drafted):
         _measure_running(options, plain, drafted, questions, len(unusable))
+
+
+def _without_tools(questions: list[Question], unusable: list[str]) -> list[Question]:
+    """Those that a server can be asked whose target is not known here; the others are put into ``unusable``."""
+    plain = [question for question in questions if not question.beside.tools]
+    problem = "tools beside a prompt, which the chat template of --target renders: give it"
+    unusable += [f"{one.task}: {problem}" for one in questions if one.beside.tools]
+    if not plain:
+        raise no_prompt("--prompts", unusable)
+    return plain
 
 
 @contextmanager
@@ -129,7 +142,8 @@ def _measure_running(
     options: ServerOptions, plain: str | None, urls: Sequence[str], questions: list[Question], unusable: int
 ) -> None:
     # A server that is started here has the target's own template.
-    render = _renderer(options.target, options) if options.target and not options.starts_servers else None
+    is_needed = not options.starts_servers or any(question.beside.tools for question in questions)
+    render = _renderer(options.target, options) if options.target and is_needed else None
     servers = [_open(options, url, render) for url in urls]
     baseline = _open(options, plain, render) if plain else None
     if baseline:
@@ -241,7 +255,7 @@ def _open(options: ServerOptions, url: str, render: Render | None) -> Server:
     hint = f"start it, or look whether it is up: curl {url}/v1/models"
     # One try: the time of a failed one would be in the figures.
     client = HttpClient(ServerAccess(url, tries=1, api_key_env=options.api_key_env, hint=hint))
-    return SERVERS[options.engine](client, options.model, render)
+    return SERVERS[options.engine](client, options.model, render, not options.starts_servers)
 
 
 def _served_dtype(options: ServerOptions) -> str | None:
@@ -266,9 +280,9 @@ def _renderer(target: str, options: ServerOptions) -> Render:
         raise ConfigError(f"the tokenizer of {target} has no chat template", kind=Kind.TEMPLATE_MISSING)
     fix = "leave --target out: the server renders by its own"
 
-    def render(messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> list[int]:
+    def render(messages: Sequence[Message], beside: Beside) -> list[int]:
         try:
-            return prompt_ids(tokenizer, messages, "a prompt", fix, template_kwargs)
+            return prompt_ids(tokenizer, messages, "a prompt", fix, beside)
         except RENDER_ERRORS as error:
             problem = f"the chat template of {target} refuses a prompt: {reason_of(error)}"
             raise ConfigError(problem, kind=Kind.TEMPLATE_INVALID, hint=fix) from error

@@ -1,14 +1,26 @@
 """Prompts to decode, as token ids: chat messages from JSONL, or the held-out text of prepared DATA or of a store."""
 
 import inspect
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from hiddenstore.conversation import (
+    BESIDE_QUESTION,
+    BESIDE_TURNS,
+    IMAGE_KEYS,
+    MESSAGE_COLUMNS,
+    TEMPLATE_KWARGS,
+    TOOLS_COLUMN,
+    Message,
+    Problem,
+    Row,
+    decoded_row,
+    parse_row,
+)
 from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
 from hiddenstore.files.layout import DATA_JSON, STORE_JSON
 from hiddenstore.fs import is_address, open_filesystem
@@ -18,26 +30,38 @@ from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reas
 from schemas.capture import TargetIdentity
 from schemas.prepared import PreparedData
 
-FIELDS = ("messages", "conversations", "turns", "prompt", "question", "problem")
+FIELDS = (*MESSAGE_COLUMNS, "turns", "prompt", "question", "problem", "instruction")
 TURNS = ("turns", "prompt")
 """Fields that may list the texts of a user's turns."""
-TEMPLATE_KWARGS, ENABLE_THINKING = "chat_template_kwargs", "enable_thinking"
 EXAMPLES = 3
 """Rows that a message about several quotes."""
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 
-Message = dict[str, str]
+
+@dataclass(frozen=True)
+class Beside:
+    """What a chat template is given besides the messages: ``tools``, and the rest by name."""
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def columns(self) -> dict[str, Any]:
+        """As a row of conversations has it."""
+        named = {TOOLS_COLUMN: self.tools, TEMPLATE_KWARGS: dict(self.template_kwargs)}
+        return {name: value for name, value in named.items() if value}
+
+
+NOTHING_BESIDE = Beside()
 
 
 @dataclass(frozen=True)
 class Question:
-    """One conversation to be answered: ``history`` ends with a user's message; ``more`` are the user's next ones, each
-    asked after the answer to the one before; ``template_kwargs``: what the chat template is given besides."""
+    """One conversation to be answered: ``history`` ends with a user's message or a tool's; ``more`` are the user's next
+    ones, each asked after the answer to the one before."""
 
     task: str
     history: tuple[Message, ...]
     more: tuple[str, ...] = ()
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    beside: Beside = NOTHING_BESIDE
 
 
 def read_questions(files: Sequence[str], unusable: list[str], count: int | None = None) -> list[Question]:
@@ -58,9 +82,9 @@ def read_questions(files: Sequence[str], unusable: list[str], count: int | None 
 def questions_of(path: Path, unusable: list[str]) -> Iterator[Question]:
     """Questions of a JSONL file, in order. Rows that ask nothing are put into ``unusable``, as ``file:line: why``. A
     line holds ``messages`` or ``conversations``, ``turns`` (MT-Bench), ``prompt`` (HumanEval, a text or a list of a
-    user's turns), ``question`` (GSM8K) or ``problem`` (MATH). Its task is ``task``, else ``category``, else the file's
-    name. ``chat_template_kwargs`` and ``enable_thinking`` beside it go to the chat template. Raises NotFoundError:
-    ``path-missing``."""
+    user's turns), ``question`` (GSM8K), ``problem`` (MATH) or ``instruction`` (Alpaca). Its task is ``task``, else
+    ``category``, else the file's name. What stands beside it is read as ``prepare`` reads it: system messages, tools,
+    ``chat_template_kwargs`` and ``enable_thinking``. Raises NotFoundError: ``path-missing``."""
     if not path.is_file():
         raise NotFoundError(
             f"no prompts at {path}: expected a JSONL file",
@@ -93,73 +117,33 @@ def left_out(unusable: Sequence[str]) -> str:
 
 def _question(line: bytes, stem: str) -> Question | str:
     """The question of a row, or why there is none."""
-    try:
-        row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return "a lone surrogate, which is half of a character"
-    except json.JSONDecodeError as error:
-        return f"{error.msg} at column {error.colno}"
-    except UnicodeDecodeError as error:
-        return f"no UTF-8 at byte {error.start}"
-    except (ValueError, RecursionError) as error:
-        # A number of thousands of digits, or brackets in thousands.
-        return f"no JSON that can be read: {error}"
-    row = {"messages": row} if isinstance(row, list) else row
-    if not isinstance(row, dict):
-        return "expected an object"
-    kwargs = _template_kwargs(row)
-    if isinstance(kwargs, str):
-        return kwargs
-    question = _asked(row, str(row.get("task") or row.get("category") or stem))
-    return question if isinstance(question, str) else replace(question, template_kwargs=kwargs)
-
-
-def _template_kwargs(row: Mapping[str, Any]) -> dict[str, Any] | str:
-    """What a row gives its chat template, or why it cannot."""
-    kwargs, switch = row.get(TEMPLATE_KWARGS), row.get(ENABLE_THINKING)
-    if not isinstance(kwargs, dict | None) or not isinstance(switch, bool | None):
-        return f"{TEMPLATE_KWARGS} is no object, or {ENABLE_THINKING} no boolean"
-    if switch is not None and (kwargs or {}).get(ENABLE_THINKING, switch) != switch:
-        return f"{ENABLE_THINKING} is {str(switch).lower()}, and another in {TEMPLATE_KWARGS}"
-    return (kwargs or {}) | ({} if switch is None else {ENABLE_THINKING: switch})
-
-
-def _asked(row: Mapping[str, Any], task: str) -> Question | str:
-    """The question of a row by the first of ``FIELDS`` that it has, or why there is none."""
-    name = next((name for name in FIELDS if row.get(name)), "")
-    value = row.get(name)
-    if isinstance(value, str):
-        return Question(task, ({"role": "user", "content": value},))
-    if name in TURNS and isinstance(value, list) and all(isinstance(turn, str) for turn in value):
-        return Question(task, ({"role": "user", "content": value[0]},), tuple(value[1:]))
-    if isinstance(value, list) and all(isinstance(turn, dict) for turn in value):
-        return _from_messages(task, value)
-    return f"expected one of {', '.join(FIELDS)}"
-
-
-def _from_messages(task: str, turns: Sequence[Mapping[str, Any]]) -> Question | str:
-    """The messages up to the last one of the user; answers after it are cut off."""
-    messages = []
-    for number, turn in enumerate(turns):
-        role = str(turn.get("role", turn.get("from", "user")))
-        text = _text(turn.get("content", turn.get("value")))
-        if text is None:
-            return f"message {number} holds no text, or something beside it"
-        messages.append({"role": _ROLES.get(role, role), "content": text})
+    # A list of messages alone.
+    payload = b'{"messages": %b}' % line if line.lstrip().startswith(b"[") else line
+    row = decoded_row(Row("", payload, len(line)))
+    if isinstance(row, Problem):
+        return row.detail
+    name = next((name for name in FIELDS if row.get(name)), None)
+    if name is None:
+        return f"expected one of {', '.join(FIELDS)}"
+    value = row[name]
+    is_turns = name in TURNS and isinstance(value, list) and all(isinstance(turn, str) for turn in value)
+    turns = [{"role": "user", "content": turn} for turn in value] if is_turns else None
+    asked = {member: row[member] for member in (*BESIDE_TURNS, *IMAGE_KEYS, *BESIDE_QUESTION) if member in row}
+    if name in MESSAGE_COLUMNS or isinstance(value, list):
+        asked["messages"] = turns or value
+    else:
+        asked["instruction" if name == "instruction" else "prompt"] = value
+    conversation = parse_row(Row("", asked, len(line)))
+    if isinstance(conversation, Problem):
+        return conversation.detail
+    more = tuple(turn["content"] for turn in (turns or [])[1:])
+    messages = conversation.messages[: len(conversation.messages) - len(more)]
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if all(message["role"] != "user" for message in messages):
         return "nothing is left to answer"
-    return Question(task, tuple(messages))
-
-
-def _text(content: Any) -> str | None:
-    """The text of a message, or of a list of texts as chat APIs have them; None where it holds an image."""
-    if isinstance(content, list) and all(isinstance(item, dict) for item in content):
-        texts = [item["text"] for item in content if isinstance(item.get("text"), str)]
-        return "\n".join(texts) if texts and len(texts) == len(content) else None
-    return content if isinstance(content, str) else None
+    beside = Beside(conversation.tools, conversation.template_kwargs)
+    return Question(str(row.get("task") or row.get("category") or stem), tuple(messages), more, beside)
 
 
 @dataclass(frozen=True)
@@ -168,8 +152,8 @@ class Prompt:
     chat template was given besides."""
 
     ids: list[int]
-    messages: list[dict[str, str]] | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    messages: list[Message] | None = None
+    beside: Beside = NOTHING_BESIDE
 
 
 def read_prompts(
@@ -216,29 +200,30 @@ def _from_jsonl(path: Path, tokenizer: Any, unusable: list[str]) -> Iterator[Pro
     for number, question in enumerate(questions_of(path, unusable), start=1):
         messages, location = list(question.history), f"prompt {number} of {path}"
         try:
-            ids = prompt_ids(tokenizer, messages, location, fix, question.template_kwargs)
+            ids = prompt_ids(tokenizer, messages, location, fix, question.beside)
         except RENDER_ERRORS as error:
             unusable.append(f"{location}: the chat template refuses it: {reason_of(error)}")
             continue
-        yield Prompt(ids, messages, question.template_kwargs)
+        yield Prompt(ids, messages, question.beside)
 
 
 def prompt_ids(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    location: str,
-    fix: str,
-    template_kwargs: Mapping[str, Any] | None = None,
+    tokenizer: Any, messages: Sequence[Message], location: str, fix: str, beside: Beside = NOTHING_BESIDE
 ) -> list[int]:
     """Token ids of a conversation up to where the answer begins; ``fix`` is what to do about an endless template.
     Raises ValueError: a member of ``template_kwargs`` is no word of the template's, but says how it is rendered."""
-    template, kwargs = template_of(tokenizer), template_kwargs or {}
+    template, kwargs = template_of(tokenizer), beside.template_kwargs
     # Among these are max_length and truncation, which would cut the prompt.
     if taken := sorted(kwargs.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys()):
         raise ValueError(f"{TEMPLATE_KWARGS} cannot give {taken[0]}")
     with limited_rendering(location, fix):
         ids = tokenizer.apply_chat_template(
-            list(messages), chat_template=template, add_generation_prompt=True, return_dict=False, **kwargs
+            list(messages),
+            tools=None if beside.tools is None else list(beside.tools),
+            chat_template=template,
+            add_generation_prompt=True,
+            return_dict=False,
+            **kwargs,
         )
     return [int(token) for token in ids]
 

@@ -6,15 +6,16 @@ compared, and their spread says how far to trust the ratio.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from statistics import median
 from typing import Any
 
+from hiddenstore.conversation import Message
 from hiddenstore.errors import HiddenstoreError
 from trainer.evaluate.acceptance import tie_gap
-from trainer.evaluate.prompts import Message, Question
+from trainer.evaluate.prompts import Beside, Question
 from trainer.evaluate.server import (
     Choice,
     Row,
@@ -151,10 +152,10 @@ class _Again:
         self.plain, self.sampling = plain, sampling
         self.known: dict[str, list[Choice]] = {}
 
-    def choices(self, messages: list[Message], template_kwargs: Mapping[str, Any]) -> list[Choice]:
+    def choices(self, messages: list[Message], beside: Beside) -> list[Choice]:
         """The tokens of its answer; empty where it does not say."""
-        sampling = replace(self.sampling, template_kwargs=template_kwargs)
-        key = json.dumps([messages, template_kwargs])
+        sampling = replace(self.sampling, beside=beside)
+        key = json.dumps([messages, beside.columns()])
         if key not in self.known:
             try:
                 self.known[key] = self.plain.choices(messages, sampling)
@@ -171,7 +172,7 @@ def _departure(again: _Again, question: Question, turns: _Turns) -> Departure:
     before: list[Message] = list(question.history)
     for (answer, _), more in zip(turns[:-1], question.more, strict=False):
         before += [{"role": "assistant", "content": answer}, {"role": "user", "content": more}]
-    choices = again.choices(before, question.template_kwargs)
+    choices = again.choices(before, question.beside)
     repeats = "".join(choice.token for choice in choices).startswith(greedy[:at])
     parting = _parting(choices, drafted, at) if repeats else None
     says_logits = any(choice.value > SURELY_A_LOGIT for choice in choices)

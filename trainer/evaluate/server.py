@@ -10,9 +10,10 @@ from itertools import groupby
 from math import inf
 from typing import Any, NamedTuple
 
+from hiddenstore.conversation import TEMPLATE_KWARGS, Message, for_server
 from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.servers.http import NO_PENALTIES, HttpClient, RefusedError
-from trainer.evaluate.prompts import TEMPLATE_KWARGS, Message, Question
+from trainer.evaluate.prompts import NOTHING_BESIDE, Beside, Question
 
 VLLM_PREFIX, LLAMACPP_PREFIX = "vllm:spec_decode_num_", "llamacpp:spec_decode_num_"
 LLAMACPP_EXACT = 1_000_000
@@ -143,7 +144,7 @@ def _first(meta_info: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((meta_info[name] for name in names if meta_info.get(name) is not None), None)
 
 
-Render = Callable[[Sequence[Message], Mapping[str, Any]], list[int]]
+Render = Callable[[Sequence[Message], Beside], list[int]]
 """Messages, and what the target's own chat template is given besides, to the token ids of a prompt."""
 
 
@@ -153,7 +154,7 @@ class SamplingOptions:
 
     max_new_tokens: int
     temperature: float = 0.0
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    beside: Beside = NOTHING_BESIDE
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,8 @@ class Completion:
 
 class Server:
     """A running server that serves one model over ``/v1``; drafts are counted where its ``/metrics`` is vLLM's.
-    ``render`` makes the prompts here; without one the server applies its own chat template."""
+    ``render`` makes the prompts here, all of them or, without ``renders_all``, those with tools, which servers take in
+    ways of their own; else the server applies its own chat template."""
 
     counts_each_answer = False
     """Whether answers carry their counts; else ``counts`` is read before and after."""
@@ -178,30 +180,28 @@ class Server:
     plain: Mapping[str, float] = NO_PENALTIES
     """What leaves the target's own choices as they are, in the words of the server."""
 
-    def __init__(self, client: HttpClient, model: str | None = None, render: Render | None = None) -> None:
+    def __init__(
+        self, client: HttpClient, model: str | None = None, render: Render | None = None, renders_all: bool = True
+    ) -> None:
         self.client = client
         self.model = served_model(client, model)
-        self._render = render
+        self._render, self._renders_all = render, renders_all
 
     def ask(self, messages: Sequence[Message], sampling: SamplingOptions) -> Completion:
         """The answer to a conversation."""
-        body = self._body(sampling)
-        if self._render:
-            return self.client.post(
-                "/v1/completions",
-                {**body, "prompt": self._render(messages, sampling.template_kwargs)},
-                _read_completion,
-            )
-        return self.client.post("/v1/chat/completions", {**body, "messages": list(messages)}, _read_chat)
+        body = self._body(messages, sampling)
+        if "prompt" in body:
+            return self.client.post("/v1/completions", body, _read_completion)
+        return self.client.post("/v1/chat/completions", body, _read_chat)
 
     def choices(self, messages: Sequence[Message], sampling: SamplingOptions) -> "list[Choice]":
         """The answer once more, token by token; empty where the server does not say."""
-        body = self._body(sampling)
-        if self._render:
-            body |= {"prompt": self._render(messages, sampling.template_kwargs), "logprobs": 2}
-            return self.client.post("/v1/completions", body, _read_completion_choices)
-        body |= {"messages": list(messages), "logprobs": True, "top_logprobs": 2}
-        return self.client.post("/v1/chat/completions", body, _read_chat_choices)
+        body = self._body(messages, sampling)
+        if "prompt" in body:
+            return self.client.post("/v1/completions", {**body, "logprobs": 2}, _read_completion_choices)
+        return self.client.post(
+            "/v1/chat/completions", {**body, "logprobs": True, "top_logprobs": 2}, _read_chat_choices
+        )
 
     def counts(self) -> DraftCounts | None:
         """Everything the server ever drafted; None where it does not say."""
@@ -220,11 +220,21 @@ class Server:
             hint=f"hiddenstore serve DRAFTER --engine vllm --target {self.model}",
         )
 
-    def _body(self, sampling: SamplingOptions) -> dict[str, Any]:
+    def _body(self, messages: Sequence[Message], sampling: SamplingOptions) -> dict[str, Any]:
+        """A request with the ``prompt`` that was rendered here, or with ``messages``."""
         asked = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
-        # Prompts that are rendered here hold them already.
-        kwargs = {} if self._render else dict(sampling.template_kwargs)
-        return {"model": self.model, **asked, **self.plain, **({TEMPLATE_KWARGS: kwargs} if kwargs else {})}
+        body = {"model": self.model, **asked, **self.plain}
+        if (prompt := self._prompt(messages, sampling.beside)) is not None:
+            return {**body, "prompt": prompt}
+        kwargs = dict(sampling.beside.template_kwargs)
+        sent = [for_server(message) for message in messages]
+        return {**body, **({TEMPLATE_KWARGS: kwargs} if kwargs else {}), "messages": sent}
+
+    def _prompt(self, messages: Sequence[Message], beside: Beside) -> list[int] | None:
+        """Token ids of a prompt that is rendered here."""
+        if self._render is None or not (self._renders_all or beside.tools):
+            return None
+        return self._render(messages, beside)
 
 
 class OtherServer(Server):
@@ -240,11 +250,10 @@ class SglangServer(Server):
     counts_each_answer = True
 
     def ask(self, messages: Sequence[Message], sampling: SamplingOptions) -> Completion:
-        if self._render:
+        if (prompt := self._prompt(messages, sampling.beside)) is not None:
             params = {"max_new_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, **self.plain}
-            prompt = {"input_ids": self._render(messages, sampling.template_kwargs), "sampling_params": params}
-            return self.client.post("/generate", prompt, _read_generated)
-        body = {**self._body(sampling), "messages": list(messages), "return_meta_info": True}
+            return self.client.post("/generate", {"input_ids": prompt, "sampling_params": params}, _read_generated)
+        body = {**self._body(messages, sampling), "return_meta_info": True}
         return self.client.post("/v1/chat/completions", body, _read_chat_with_meta)
 
     def counts(self) -> DraftCounts | None:
@@ -264,8 +273,10 @@ class TrtllmServer(Server):
     ``enable_iter_perf_stats: true``. Sources: trtllm-serve's page and ``SpecDecodingStats``; read, not run. Raises
     CaptureError: ``server-answer``: the server dropped iterations before they were read."""
 
-    def __init__(self, client: HttpClient, model: str | None = None, render: Render | None = None) -> None:
-        super().__init__(client, model, render)
+    def __init__(
+        self, client: HttpClient, model: str | None = None, render: Render | None = None, renders_all: bool = True
+    ) -> None:
+        super().__init__(client, model, render, renders_all)
         self._total: DraftCounts | None = None
         self._last: int | None = None
 
@@ -456,7 +467,8 @@ def measure(
     """Ask every question, ``concurrency`` at a time, one task after another; the last result is that of all tasks. The
     server is warmed up with one short answer, which is in no figure. Raises StorageError, CaptureError, ConfigError:
     the server stopped answering, as HttpClient says it."""
-    server.ask(questions[0].history, SamplingOptions(WARM_UP_TOKENS, sampling.temperature))
+    first = questions[0]
+    server.ask(first.history, SamplingOptions(WARM_UP_TOKENS, sampling.temperature, first.beside))
 
     def ask(question: Question) -> list[Completion]:
         answers = _conversation(server, question, sampling)
@@ -489,7 +501,7 @@ def by_task(questions: Iterable[Question]) -> Iterable[tuple[str, Iterable[Quest
 
 def _conversation(server: Server, question: Question, sampling: SamplingOptions) -> list[Completion]:
     """Answers to the turns of one question, each reading those before it."""
-    messages, sampling = list(question.history), replace(sampling, template_kwargs=question.template_kwargs)
+    messages, sampling = list(question.history), replace(sampling, beside=question.beside)
     answers = [server.ask(messages, sampling)]
     for turn in question.more:
         messages += [{"role": "assistant", "content": answers[-1].text}, {"role": "user", "content": turn}]

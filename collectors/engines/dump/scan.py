@@ -18,7 +18,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from collectors.conversations.parse import Problem
 from collectors.engines.dump.matching import Matcher, rows_of
 from collectors.engines.dump.peer import PeerSource, Unusable
 from collectors.targets.load import EngineTarget
@@ -32,6 +31,7 @@ from collectors.tokenize.write import (
     write_document,
 )
 from hiddenstore.console.progress import Progress
+from hiddenstore.conversation import Problem
 from hiddenstore.errors import CaptureError, InterruptError, Kind, StorageError
 from hiddenstore.files.damage import raise_refusal
 from hiddenstore.files.documents import seal

@@ -167,6 +167,22 @@ def parse_row(row: Row, takes_images: bool = False) -> Conversation | Problem:
         return Problem(row.location, "invalid-json", str(error))
 
 
+def for_server(message: Message) -> Message:
+    """A message as OpenAI's API takes it, arguments as JSON text. Earlier reasoning stays here: templates leave it out,
+    some servers refuse it."""
+    sent: Message = {key: message[key] for key in ("role", "content", "name", "tool_call_id") if key in message}
+    if calls := message.get("tool_calls"):
+        sent["tool_calls"] = [_call_for_server(call, number) for number, call in enumerate(calls)]
+    return sent
+
+
+def _call_for_server(call: dict[str, Any], number: int) -> dict[str, Any]:
+    function = dict(call.get("function") or {key: call[key] for key in ("name", "arguments") if key in call})
+    if not isinstance(function.get("arguments"), str):
+        function["arguments"] = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+    return {"id": call.get("id") or f"call_{number}", "type": "function", "function": function}
+
+
 def way_to_keep(reasons: Iterable[str]) -> str | None:
     """What keeps the rows that are refused for these reasons where a member beside the turns means something else; None
     where no such member is the reason."""
