@@ -44,7 +44,7 @@ from collectors.targets.layers import choose_layers
 from collectors.targets.load import EngineTarget, LoadOptions
 from collectors.tokenize.template import read_template
 from hiddenstore.care.stored_unit import recapture_unit
-from hiddenstore.codecs.fitted import fit, is_unfitted, spread
+from hiddenstore.codecs.fitted import fit, is_unfitted, require_encodes, spread
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe, recipe_name
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.commit import DAMAGED
@@ -379,7 +379,9 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
         if reference.target is not None and reference.compares:
             compare = CrossCheck(reference.target, check, parity.samples, parity.prefix, parity.share)
         with CollectJob(store, prepared, engine, check, compare, rank, drain) as job:
-            if warning := shortage(store, prepared.info, pending_tokens(store, job.digest)):
+            if left := pending_tokens(store, job.digest):
+                require_encodes(store.capture, store.path)
+            if warning := shortage(store, prepared.info, left):
                 say_once(warning)
             yield job
 

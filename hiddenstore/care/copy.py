@@ -6,7 +6,6 @@ input, cut into units as ``collect`` would. Running the same copy again does onl
 grown adds to the copy.
 """
 
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from torch import Tensor
 from hiddenstore.care.stored_unit import CopyUnit, copy_codes, copy_decoded, copy_verbatim, stores_by_sample
 from hiddenstore.codecs import get_layout, kind_of
 from hiddenstore.codecs.base import CodeLayout, MaskedCodec
-from hiddenstore.codecs.fitted import encodes, fit, is_unfitted, spread
+from hiddenstore.codecs.fitted import encodes, fit, is_unfitted, require_encodes, spread
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe, recipe_name
 from hiddenstore.commit import committed_units, engine_of, lost_samples
 from hiddenstore.errors import ConfigError, ConflictError, FormatError, Kind, NotFoundError
@@ -134,16 +133,10 @@ def _encodable(capture: CaptureSpec, present: str | Path | Filesystem | None) ->
     ``present`` it has to be its own: else ConfigError ``codec-unfit``."""
     if encodes(capture):
         return capture
+    if present is not None:
+        require_encodes(capture, open_filesystem(present).root)
     codecs = capture.codecs.model_copy(update={"aux": kind_of(capture.codecs.aux)})
-    if present is None:
-        return capture.model_copy(update={"codecs": codecs})
-    path = open_filesystem(present).root
-    raise ConfigError(
-        f"{capture.codecs.aux} of {path} is fitted to more layers than the store holds: it takes units that are coded "
-        "by the same one, and no others",
-        kind=Kind.CODEC_UNFIT,
-        hint=shlex.join(["hiddenstore", "copy", path, f"{path}-anew", "--recipe", recipe_name(codecs)]),
-    )
+    return capture.model_copy(update={"codecs": codecs})
 
 
 def _fitted(

@@ -6,6 +6,7 @@ and whoever makes the store first names its own.
 Shapes: L stored layers, t tokens of a sample.
 """
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -55,6 +56,18 @@ def encodes(capture: CaptureSpec) -> bool:
     """Whether units can be encoded anew. Where a copy left out layers they cannot be: their fitted codec is of all."""
     kind, codec = kind_of(capture.codecs.aux), capture.codecs.aux
     return kind == codec or FITTED[kind].layers_of(CODECS[codec]) == len(capture.stored_layers)
+
+
+def require_encodes(capture: CaptureSpec, path: str) -> None:
+    """Refuse a store that no unit can be encoded for: ConfigError ``codec-unfit``."""
+    if not encodes(capture):
+        recipe = recipe_name(capture.codecs.model_copy(update={"aux": kind_of(capture.codecs.aux)}))
+        raise ConfigError(
+            f"{capture.codecs.aux} of {path} is fitted to more layers than the store holds: it takes units that are "
+            "coded by the same one, and no others",
+            kind=Kind.CODEC_UNFIT,
+            hint=shlex.join(["hiddenstore", "copy", path, f"{path}-anew", "--recipe", recipe]),
+        )
 
 
 def require_fitted(capture: CaptureSpec) -> None:

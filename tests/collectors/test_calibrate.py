@@ -15,9 +15,10 @@ from collectors.capture.job import collect
 from collectors.capture.options import CollectOptions
 from collectors.cli.collect import collect as command
 from collectors.engines.hf import HfEngine
+from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.codecs.fitted import fit
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE
-from hiddenstore.errors import ConflictError, CorruptionError, InterruptError
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, InterruptError
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.inspect.advise import advise_store
 from hiddenstore.inspect.choice import RecipeLimits
@@ -285,3 +286,16 @@ def test_a_store_of_another_recipe_is_refused_before_anything_is_fitted(options:
     run(options)
     with pytest.raises(ConflictError, match=r"capture\.codecs\.aux: q8 stored, klt asked"):
         run(replace(options, recipe=FITTED))
+
+
+def test_a_store_whose_transforms_are_of_more_layers_is_refused_before_a_forward_pass(
+    options: CollectOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = replace(options, recipe=FITTED, layers="0,2")
+    run(options)
+    run_copy(open_copy([Store.open(options.store)], tmp_path / "one", layers=[2]))
+    monkeypatch.setattr(job.CollectJob, "run", lambda *_: pytest.fail("units were captured"))
+    more = replace(options, store=tmp_path / "one", layers="2", data=data_for_tiny(tmp_path / "more", seed=5))
+    with pytest.raises(ConfigError, match=r"one is fitted to more layers than the store holds") as caught:
+        run(more)
+    assert caught.value.kind == "codec-unfit"
