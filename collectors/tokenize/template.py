@@ -22,6 +22,7 @@ from collectors.tokenize.thoughts import (
     are_words_lost,
     is_reasoning_lost,
     reasoning_ranges,
+    stated_reasoning_ranges,
     with_known_reasoning,
 )
 from hiddenstore.conversation import REASONING, Conversation, Message, Problem
@@ -420,7 +421,9 @@ class ChatTemplate:
         for start, end in [(0, len(text))] if self.loss_on == "all" else supervised:
             mask[slice(*tokens.span(start, end))] = 1
         if not self.think_loss:
-            for start, end in reasoning_ranges(text, list(answers.values()) if self.loss_on == "all" else supervised):
+            thoughts = reasoning_ranges(text, list(answers.values()) if self.loss_on == "all" else supervised)
+            thoughts += stated_reasoning_ranges(conversation.messages, text, answers, thoughts)
+            for start, end in thoughts:
                 mask[slice(*tokens.span(start, end))] = 0
         for start, end in ends:
             mask[slice(*tokens.span(start, end))] = 0

@@ -4,8 +4,9 @@ name of that member.
 Text ranges [start, end) count characters.
 """
 
+import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from hiddenstore.conversation import REASONING, Conversation, Message
@@ -59,6 +60,27 @@ def reasoning_ranges(text: str, answers: Sequence[Range]) -> list[Range]:
         for match in _ANALYSIS.finditer(text, start, end):
             ranges.append(match.span())
     return sorted(ranges)
+
+
+def stated_reasoning_ranges(
+    messages: Sequence[Message], text: str, answers: Mapping[int, Range], known: Sequence[Range]
+) -> list[Range]:
+    """Ranges of thoughts that messages state in a member of their own and a template wrote between tags that nobody
+    knows here: from where the answer begins to its content, tags and all; of ``answers`` by message, those in ``known``
+    left out. What a template leaves out is nowhere before the content."""
+    ranges = []
+    for index, (start, end) in answers.items():
+        message = messages[index]
+        content = str(message.get("content") or "").strip()
+        calls = json.dumps(message.get("tool_calls") or [], ensure_ascii=False)
+        content_at = text.rfind(content, start, end) if content else end
+        for thought in (str(message[name]).strip() for name in REASONING if message.get(name)):
+            at = text.find(thought, start, end) if thought else -1
+            stop = at + len(thought)
+            is_known = any(low <= at and stop <= high for low, high in known)
+            if at >= 0 and stop <= content_at and not is_known and (content or thought not in calls):
+                ranges.append((start, content_at if content else stop))
+    return ranges
 
 
 def _between(text: str, answer: Range, opening: str, closing: str) -> Iterator[Range]:

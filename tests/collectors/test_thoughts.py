@@ -5,8 +5,8 @@ import pytest
 from tiny_templates import CHATML, CHATML_TAGGED, chat, tiny_tokenizer
 
 from collectors.tokenize.template import ChatTemplate, Tokenised
-from collectors.tokenize.thoughts import reasoning_ranges, with_known_reasoning
-from hiddenstore.conversation import Conversation
+from collectors.tokenize.thoughts import reasoning_ranges, stated_reasoning_ranges, with_known_reasoning
+from hiddenstore.conversation import Conversation, Message
 
 HARMONY = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}"
@@ -116,3 +116,37 @@ def test_reasoning_stays_as_it_is_where_the_template_reads_it_or_none() -> None:
     both = READS.replace("NAME", "reasoning") + READS.replace("NAME", "thinking")
     for template in (both, READS.replace("NAME", "thinking"), CHATML, "{% if enable_thinking %}{% endif %}thinking"):
         assert with_known_reasoning(messages, template) == messages
+
+
+OWN_TAGS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning_content %}<own>{{ m.reasoning_content | trim }}"
+    "</own>\n{% endif %}{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.arguments.at }}{% endfor %}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "left"),
+    [
+        ({"reasoning_content": " 2 and 2.\n", "content": "Four."}, "Four.<|im_end|>"),
+        ({"reasoning_content": "Four.", "content": "Four."}, "Four.<|im_end|>"),
+        (
+            {"reasoning_content": "x", "content": "", "tool_calls": [{"function": {"arguments": {"at": "y"}}}]},
+            "</own>\ny<|im_end|>",
+        ),
+        ({"content": "Four."}, "Four.<|im_end|>"),
+    ],
+)
+def test_thoughts_in_a_member_of_their_own_are_found_between_tags_that_nobody_knows(said: Message, left: str) -> None:
+    tokenizer = tiny_tokenizer(OWN_TAGS)
+    messages = [{"role": "user", "content": "two?"}, {"role": "assistant", **said}]
+    (sample,) = ChatTemplate(tokenizer, think_loss=False).tokenise([Conversation("f:1", messages)])
+    assert isinstance(sample, Tokenised), sample
+    assert tokenizer.decode(sample.input_ids[sample.loss_mask == 1]) == left
+
+
+def test_thoughts_that_the_template_leaves_out_take_no_word_of_the_answer_with_them() -> None:
+    for said in ({"content": "Four it is."}, {"content": "", "tool_calls": [{"function": {"arguments": "Four"}}]}):
+        messages = [{"role": "assistant", "reasoning_content": "Four", **said}]
+        text = f"<a>{said['content']}{said.get('tool_calls', '')}</a>"
+        assert stated_reasoning_ranges(messages, text, {0: (3, len(text))}, []) == []
