@@ -13,6 +13,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
 from benchmarks import report
 from hiddenstore.store import Store
 from schemas.advice import PairedRow
@@ -51,13 +53,16 @@ def main() -> None:
     options.add_argument("--settings", nargs="*", default=[], help="of train")
     options.add_argument("--name", default="recipes")
     args = options.parse_args()
+    if args.seeds < FEWEST_SEEDS:
+        options.error(f"--seeds {args.seeds}: of fewer than {FEWEST_SEEDS} pairs no interval is known")
     store, seeds = Store.open(args.raw), range(args.first_seed, args.first_seed + args.seeds)
     with TemporaryDirectory() as folder:
         original, copies, plan = paired_copies(
             store, args.recipes, seeds, args.settings, Path(folder), args.target, args.drafter
         )
+        threads = max(1, torch.get_num_threads() // args.processes)
         began, by_seed = time.monotonic(), list[dict[str, HeldOut]]()
-        of_seed = partial(_of_seed, original.path, {name: copy.path for name, copy in copies.items()}, plan)
+        of_seed = partial(_of_seed, original.path, {name: copy.path for name, copy in copies.items()}, plan, threads)
         with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool:
             for one in pool.map(of_seed, seeds):
                 by_seed.append(one)
@@ -84,7 +89,8 @@ def _publish(args: Namespace, pairs: list[PairedRow]) -> None:
     report.publish(args.name, document, args.results, page)
 
 
-def _of_seed(original: str, copies: dict[str, str], plan: PairPlan, seed: int) -> dict[str, HeldOut]:
+def _of_seed(original: str, copies: dict[str, str], plan: PairPlan, threads: int, seed: int) -> dict[str, HeldOut]:
+    torch.set_num_threads(threads)
     stores = {name: Store.open(path) for name, path in copies.items()}
     steps = partial(Steps(), plan.steps * (1 + len(copies)))
     return overlaps_of_seed(Store.open(original), stores, plan, seed, held_out_overlaps, steps)

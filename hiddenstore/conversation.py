@@ -8,9 +8,11 @@ of text parts for one text, JSON text for a list of messages.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +170,8 @@ def parse_row(row: Row, takes_images: bool = False) -> Conversation | Problem:
 
 
 def for_server(message: Message) -> Message:
-    """A message as OpenAI's API takes it, arguments as JSON text. Earlier reasoning stays here: templates leave it out,
-    some servers refuse it."""
+    """A message as OpenAI's API takes it, arguments as JSON text. Earlier reasoning stays here: some servers refuse it,
+    and templates leave it out but between calls of tools."""
     sent: Message = {key: message[key] for key in ("role", "content", "name", "tool_call_id") if key in message}
     if calls := message.get("tool_calls"):
         sent["tool_calls"] = [_call_for_server(call, number) for number, call in enumerate(calls)]
@@ -181,6 +183,27 @@ def _call_for_server(call: dict[str, Any], number: int) -> dict[str, Any]:
     if not isinstance(function.get("arguments"), str):
         function["arguments"] = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
     return {"id": call.get("id") or f"call_{number}", "type": "function", "function": function}
+
+
+def with_known_reasoning(messages: Sequence[Message], template: str) -> list[Message]:
+    """Messages whose reasoning has a name that the template reads: servers write ``reasoning_content``, templates of
+    gpt-oss read ``thinking``, of Solar ``reasoning``. Where one that is given is read, or none, they stay as they
+    are. transformers 4.57 renames nothing, later ones not to ``reasoning``."""
+    read = _names_read(template)
+    renamed = []
+    for message in messages:
+        names = [name for name in REASONING if message.get(name)]
+        if read and names and not any(name in read for name in names):
+            rest = {name: value for name, value in message.items() if name not in REASONING}
+            message = {**rest, read[0]: message[names[0]]}
+        renamed.append(message)
+    return renamed
+
+
+@lru_cache(maxsize=8)
+def _names_read(template: str) -> tuple[str, ...]:
+    """Members of reasoning that a template names as one reads a member."""
+    return tuple(name for name in REASONING if re.search(rf"""[.'"]{name}\b""", template))
 
 
 def way_to_keep(reasons: Iterable[str]) -> str | None:

@@ -23,9 +23,8 @@ from collectors.tokenize.thoughts import (
     is_reasoning_lost,
     reasoning_ranges,
     stated_reasoning_ranges,
-    with_known_reasoning,
 )
-from hiddenstore.conversation import REASONING, Conversation, Message, Problem
+from hiddenstore.conversation import REASONING, Conversation, Message, Problem, with_known_reasoning
 from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
 from hiddenstore.targets.identity import chat_template_sha256, tokenizer_sha256
 from hiddenstore.targets.rendering import RENDER_ERRORS, date_of, dated, limited_rendering, reason_of, template_of

@@ -1,5 +1,4 @@
-"""What of a rendered answer are thoughts: between tags, or in a member of their own that the template wrote; and the
-name of that member.
+"""What of a rendered answer are thoughts: between tags, or in a member of their own that the template wrote.
 
 Text ranges [start, end) count characters.
 """
@@ -7,7 +6,6 @@ Text ranges [start, end) count characters.
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
 
 from hiddenstore.conversation import REASONING, Conversation, Message
 
@@ -24,27 +22,6 @@ THINK_TAGS = (
 """Around reasoning: DeepSeek-R1, Qwen3, Nemotron and most others; Seed-OSS; Magistral; Command A Reasoning."""
 
 _ANALYSIS = re.compile(r"(?s)<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|\Z)")
-
-
-def with_known_reasoning(messages: Sequence[Message], template: str) -> list[Message]:
-    """Messages whose reasoning has a name that the template reads: servers write ``reasoning_content``, templates of
-    gpt-oss read ``thinking``, of Solar ``reasoning``. Where one that is given is read, or none, they stay as they
-    are. transformers 4.57 renames nothing, later ones not to ``reasoning``."""
-    read = _names_read(template)
-    renamed = []
-    for message in messages:
-        names = [name for name in REASONING if message.get(name)]
-        if read and names and not any(name in read for name in names):
-            rest = {name: value for name, value in message.items() if name not in REASONING}
-            message = {**rest, read[0]: message[names[0]]}
-        renamed.append(message)
-    return renamed
-
-
-@lru_cache(maxsize=8)
-def _names_read(template: str) -> tuple[str, ...]:
-    """Members of reasoning that a template names as one reads a member."""
-    return tuple(name for name in REASONING if re.search(rf"""[.'"]{name}\b""", template))
 
 
 def reasoning_ranges(text: str, answers: Sequence[Range]) -> list[Range]:

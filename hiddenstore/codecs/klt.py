@@ -183,7 +183,8 @@ class Transform:
 
 
 def _halves(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """high and low of 128 high + low, each at most 128."""
+    """high and low of 128 high + low: of weights below 2**14 and of the encoder's rows, at most 64 sqrt(D), each is a
+    whole number of at most 256."""
     high = (weight.float() / _HALF_WEIGHT).round()
     return high, weight.float() - _HALF_WEIGHT * high
 

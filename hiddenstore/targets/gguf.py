@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 SUFFIX = ".gguf"
 RECORD_FILE = "gguf.json"
+_OF_BYTES = "gpt2"
+"""What llama.cpp calls vocabularies of bytes and their merges."""
+_CONVERSION = 2
+"""Counts up with what a conversion writes, so that older ones in the cache are not taken for it."""
 """What a converted folder says of its origin: file, digest, and tensors by their form of quantisation."""
 _BLOCK, _BLOCKS = 4096, 16
 _DTYPES = {"F32": "float32", "F16": "float16"}
@@ -81,7 +85,7 @@ def cache_folder() -> Path:
 def _converted(path: Path) -> Path:
     reader = _reader(path)
     digest = _digest(path, reader)
-    folder = cache_folder() / "gguf" / digest[:16] / path.stem
+    folder = cache_folder() / "gguf" / f"{digest[:16]}-{_CONVERSION}" / path.stem
     forms = Counter(tensor.tensor_type.name for tensor in reader.tensors)
     if (folder / RECORD_FILE).is_file():
         output().note(f"{path.name} ({forms_text(forms)}) as converted into {folder}")
@@ -95,7 +99,7 @@ def _converted(path: Path) -> Path:
             alone = Path(room, path.name)
             alone.symlink_to(path.absolute())
             _write_model(alone, reader, forms, hidden)
-            _tokenizer(alone, split, _tokenizer_beside(path)).save_pretrained(hidden)
+            _tokenizer(alone, reader, split, _tokenizer_beside(path)).save_pretrained(hidden)
             record = {"file": path.name, "sha256_of_blocks": digest, "tensors": dict(forms)}
             (hidden / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     except ConflictError:
@@ -183,7 +187,7 @@ def _require_whole(path: Path, reader: "GGUFReader", forms: Mapping[str, int]) -
 def _split_rule(path: Path, reader: "GGUFReader") -> str | None:
     """The pattern that splits text before the merges; None for GPT-2's, and where the vocabulary has no merges."""
     pre = str(_field(reader, "tokenizer.ggml.pre", "gpt-2"))
-    if _field(reader, "tokenizer.ggml.model", "") != "gpt2" or _tokenizer_beside(path) is not None:
+    if _field(reader, "tokenizer.ggml.model", "") != _OF_BYTES or _tokenizer_beside(path) is not None:
         return None
     if pre not in _SPLITS:
         message = f"splits text by the rule {pre!r}, which transformers' reader takes to be GPT-2's"
@@ -233,7 +237,7 @@ def _tokenizer_beside(path: Path) -> Path | None:
     return beside if beside.is_file() else None
 
 
-def _tokenizer(path: Path, split: str | None, beside: Path | None) -> Any:
+def _tokenizer(path: Path, reader: "GGUFReader", split: str | None, beside: Path | None) -> Any:
     from tokenizers import Regex, pre_tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -247,6 +251,7 @@ def _tokenizer(path: Path, split: str | None, beside: Path | None) -> Any:
         # A pattern of digits alone leaves the words to GPT-2's own.
         words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split == _SPLITS["smollm"])
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pattern, words])
+    if _field(reader, "tokenizer.ggml.model", "") == _OF_BYTES:
         _settle(tokenizer.backend_tokenizer)
     return tokenizer
 

@@ -210,3 +210,58 @@ def test_switches_that_no_chat_template_takes_leave_their_prompt_out(tmp_path):
     assert "enable_thinking is False, expected one boolean" in said
     assert "chat_template_kwargs cannot give chat_template" in said
     assert "chat_template_kwargs cannot give max_length" in said
+
+
+def test_tools_are_rendered_by_the_template_that_a_tokenizer_has_for_them(tmp_path):
+    tokenizer, file = make_tokenizer(), tmp_path / "p.jsonl"
+    tokenizer.chat_template = {"default": "{{ messages[0].content }}", "tool_use": "[{{ tools[0].function.name }}]"}
+    file.write_text("".join(json.dumps({"prompt": "ab", **more}) + "\n" for more in ({}, {"tools": [TOOL]})))
+    prompts = read_prompts(str(file), tokenizer, IDENTITY, "validation", [])
+    assert [prompt.ids for prompt in prompts] == [tokenizer.encode(text) for text in ("ab", "[look]")]
+
+
+def test_earlier_thoughts_reach_a_template_under_the_name_that_it_reads(tmp_path):
+    tokenizer, file = make_tokenizer(), tmp_path / "p.jsonl"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.reasoning or '' }}{{ m.content }}{% endfor %}"
+    turns = [{"role": "assistant", "content": "b", "reasoning_content": "c"}, {"role": "user", "content": "d"}]
+    file.write_text(json.dumps([{"role": "user", "content": "a"}, *turns]))
+    (prompt,) = read_prompts(str(file), tokenizer, IDENTITY, "validation", [])
+    assert prompt.ids == tokenizer.encode("acbd")
+
+
+ASKED = {"role": "user", "content": "ab"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [ASKED, {"role": "assistant", "content": ""}]},
+        {"messages": [ASKED, {"role": "assistant", "content": "cd", "weight": 0.5}]},
+        {"messages": [ASKED, {"role": "assistant", "content": [{"type": "image"}]}]},
+        {"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": ""}]},
+        {"messages": [{"content": "ab"}]},
+        {"prompt": "ab", "conversation": "id7"},
+        [ASKED],
+    ],
+)
+def test_what_stands_behind_the_question_cannot_leave_it_out(tmp_path, row):
+    file, unusable = tmp_path / "p.jsonl", []
+    file.write_bytes(b"\xef\xbb\xbf" + json.dumps(row).encode())
+    (question,) = questions_of(file, unusable)
+    assert (question.history, question.location, unusable) == ((ASKED,), f"{file}:1", [])
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ('{"prompt": "x", "task": "\\ud800"}', "half of a character"),
+        ('[{"role": "user", "content": "a"}], "tools": []', "no JSON"),
+        ('{"conversation": "id7"}', "conversation is no JSON"),
+        ('{"prompt": "x", "tools": "calc"}', "jq -c 'del(.MEMBER)'"),
+    ],
+)
+def test_a_row_that_cannot_be_asked_says_why_in_its_own_words(tmp_path, line, why):
+    file, unusable = tmp_path / "p.jsonl", []
+    file.write_text(line)
+    assert list(questions_of(file, unusable)) == []
+    assert why in unusable[0]

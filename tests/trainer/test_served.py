@@ -382,16 +382,30 @@ def test_tools_beside_a_question_are_rendered_here_where_servers_that_are_starte
     assert plain["messages"] == [{"role": "user", "content": "two"}]
 
 
-def test_a_server_whose_target_is_not_known_is_not_asked_with_tools(tmp_path):
+def test_a_server_whose_target_is_not_known_is_not_asked_with_tools_and_as_many_others_are(tmp_path):
     file = tmp_path / "p.jsonl"
-    rows = [{"messages": CALLED, "tools": [TOOL]}, {"messages": CALLED}]
-    file.write_text(json.dumps(rows[0]) + "\n")
+    rows = [{"messages": CALLED, "tools": [TOOL]}, {"messages": CALLED}, {"prompt": "two"}, {"prompt": "three"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
     with fake_server(engine="vllm", accepts=ACCEPTS) as server:
         found = error(words("vllm", server, str(file)), 2)
         assert (found["kind"], server.asked) == ("input-empty", [])
-        assert "tools beside a prompt, which the chat template of --target renders" in found["message"]
+        assert "p.jsonl:1: tools, which the chat template of --target renders" in found["message"]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        assert document(words("vllm", server, str(file)))["prompts_unusable"] == 1
-    sent = server.asked[-1][1]["messages"]
-    assert [sorted(message) for message in sent[1:]] == [["content", "role", "tool_calls"], ["content", "role"]]
-    assert sent[1]["tool_calls"][0]["function"] == {"name": "look", "arguments": "{}"}
+        found = document(words("vllm", server, str(file), "--count", "1"))
+    assert (found["prompts_unusable"], found["answers"]) == (2, 1)
+    assert server.asked[-1][1]["messages"] == [{"role": "user", "content": "two"}]
+
+
+def test_a_prompt_that_the_target_s_template_refuses_is_left_out_before_anything_is_asked(tmp_path):
+    from tiny_target import make_tokenizer
+
+    tokenizer, file = make_tokenizer(), tmp_path / "p.jsonl"
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    tokenizer.chat_template = refuses + "{{ messages[-1].content }}"
+    tokenizer.save_pretrained(tmp_path / "target")
+    (tmp_path / "target" / "config.json").write_text('{"model_type": "llama"}')
+    file.write_text('{"prompt": "one"}\n{"prompt": "two", "system": "brief"}\n')
+    with fake_server(engine="vllm", accepts=ACCEPTS) as server:
+        result = run(words("vllm", server, str(file), "--target", str(tmp_path / "target")))
+    assert "p.jsonl:2: the chat template of" in " ".join(result.stderr.split())
+    assert len([body for _, body in server.asked if body["max_tokens"] > 8]) == 1

@@ -18,7 +18,7 @@ from hiddenstore.servers.http import HttpClient, ServerAccess
 from hiddenstore.targets.folder import open_target
 from hiddenstore.targets.rendering import RENDER_ERRORS, reason_of
 from trainer.evaluate.acceptance import FRACTION_BITS, tie_gap
-from trainer.evaluate.prompts import Beside, Question, left_out, no_prompt, prompt_ids, read_questions
+from trainer.evaluate.prompts import Beside, Question, has_tools, left_out, prompt_ids, read_questions
 from trainer.evaluate.rounds import FEWEST_ROUNDS, departures, is_shown_to_pay, measure_rounds, rows_of
 from trainer.evaluate.server import ALL, SERVERS, Render, SamplingOptions, Server, require_one_model
 from trainer.evaluate.table import markdown, parts_of, spread, table
@@ -90,26 +90,45 @@ def measure_servers(options: ServerOptions) -> None:
     or serves another model; StorageError, CaptureError: what HttpClient raises."""
     # Before servers start, which takes minutes.
     unusable: list[str] = []
-    questions = read_questions(options.prompts, unusable, options.count)
-    if options.target is None:
-        questions = _without_tools(questions, unusable)
+    questions = read_questions(options.prompts, unusable, options.count, takes_tools=options.target is not None)
+    questions, render = _rendered(options, questions, unusable)
     if unusable:
         output().warn(left_out(unusable))
     if not options.starts_servers:
-        _measure_running(options, options.baseline_server, options.servers, questions, len(unusable))
+        _measure_running(options, options.baseline_server, options.servers, Asked(questions, len(unusable), render))
         return
     with _started(options) as (plain, *drafted):
-        _measure_running(options, plain, drafted, questions, len(unusable))
+        _measure_running(options, plain, drafted, Asked(questions, len(unusable), render))
 
 
-def _without_tools(questions: list[Question], unusable: list[str]) -> list[Question]:
-    """Those that a server can be asked whose target is not known here; the others are put into ``unusable``."""
-    plain = [question for question in questions if not question.beside.tools]
-    problem = "tools beside a prompt, which the chat template of --target renders: give it"
-    unusable += [f"{one.task}: {problem}" for one in questions if one.beside.tools]
-    if not plain:
-        raise no_prompt("--prompts", unusable)
-    return plain
+@dataclass(frozen=True)
+class Asked:
+    """What servers are asked, how many rows ask nothing, and what renders prompts here."""
+
+    questions: list[Question]
+    unusable: int
+    render: Render | None
+
+
+def _rendered(
+    options: ServerOptions, questions: list[Question], unusable: list[str]
+) -> tuple[list[Question], Render | None]:
+    """The questions that the template of ``--target`` takes, where it renders them here, and what does; the others are
+    put into ``unusable``. A server that is started here has the target's own template, and needs it for tools alone.
+    Raises ConfigError ``template-invalid``: it takes none."""
+    here = [one for one in questions if not options.starts_servers or has_tools(one.history, one.beside)]
+    if options.target is None or not here:
+        return questions, None
+    render, refused = _renderer(options.target, options), dict[int, ConfigError]()
+    for question in here:
+        try:
+            render(question.history, question.beside)
+        except ConfigError as error:
+            refused[id(question)] = error
+            unusable.append(f"{question.location}: {error}")
+    if len(refused) == len(questions):
+        raise next(iter(refused.values()))
+    return [question for question in questions if id(question) not in refused], render
 
 
 @contextmanager
@@ -138,14 +157,9 @@ def _started(options: ServerOptions) -> Iterator[list[str]]:
         yield urls
 
 
-def _measure_running(
-    options: ServerOptions, plain: str | None, urls: Sequence[str], questions: list[Question], unusable: int
-) -> None:
-    # A server that is started here has the target's own template.
-    is_needed = not options.starts_servers or any(question.beside.tools for question in questions)
-    render = _renderer(options.target, options) if options.target and is_needed else None
-    servers = [_open(options, url, render) for url in urls]
-    baseline = _open(options, plain, render) if plain else None
+def _measure_running(options: ServerOptions, plain: str | None, urls: Sequence[str], asked: Asked) -> None:
+    servers = [_open(options, url, asked.render) for url in urls]
+    baseline = _open(options, plain, asked.render) if plain else None
     if baseline:
         baseline.dtype = _served_dtype(options)
     for server in servers:
@@ -160,10 +174,10 @@ def _measure_running(
         "server": urls[0],
         "baseline_server": plain,
         "prompts_from": list(options.prompts),
-        "prompts_unusable": unusable,
+        "prompts_unusable": asked.unusable,
         "dtype": baseline.dtype if baseline else None,
         **{name: getattr(options, name) for name in names},
-        **_measured(servers, baseline, questions, options),
+        **_measured(servers, baseline, asked.questions, options),
     }
     if len(options.draft_lens) > 1:
         pays = is_shown_to_pay(document["speedup_rounds"])
@@ -278,7 +292,8 @@ def _renderer(target: str, options: ServerOptions) -> Render:
     tokenizer = open_target(target, options.revision, None, options.trust_remote_code).tokenizer
     if tokenizer.chat_template is None:
         raise ConfigError(f"the tokenizer of {target} has no chat template", kind=Kind.TEMPLATE_MISSING)
-    fix = "leave --target out: the server renders by its own"
+    alone = "leave --target out: the server renders by its own"
+    fix = "--prompts without tools" if options.starts_servers else alone
 
     def render(messages: Sequence[Message], beside: Beside) -> list[int]:
         try:

@@ -1,9 +1,12 @@
 """Prompts to decode, as token ids: chat messages from JSONL, or the held-out text of prepared DATA or of a store."""
 
 import inspect
+import json
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from hiddenstore.conversation import (
     BESIDE_TURNS,
     IMAGE_KEYS,
     MESSAGE_COLUMNS,
+    ROLE_OF,
     TEMPLATE_KWARGS,
     TOOLS_COLUMN,
     Message,
@@ -20,6 +24,8 @@ from hiddenstore.conversation import (
     Row,
     decoded_row,
     parse_row,
+    way_to_keep,
+    with_known_reasoning,
 )
 from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
 from hiddenstore.files.layout import DATA_JSON, STORE_JSON
@@ -30,7 +36,7 @@ from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reas
 from schemas.capture import TargetIdentity
 from schemas.prepared import PreparedData
 
-FIELDS = (*MESSAGE_COLUMNS, "turns", "prompt", "question", "problem", "instruction")
+FIELDS = ("messages", "conversations", "turns", "prompt", "question", "problem", "instruction", "conversation")
 TURNS = ("turns", "prompt")
 """Fields that may list the texts of a user's turns."""
 EXAMPLES = 3
@@ -55,22 +61,33 @@ NOTHING_BESIDE = Beside()
 
 @dataclass(frozen=True)
 class Question:
-    """One conversation to be answered: ``history`` ends with a user's message or a tool's; ``more`` are the user's next
-    ones, each asked after the answer to the one before."""
+    """One conversation to be answered, at ``location``: ``history`` ends with a user's message or a tool's; ``more``
+    are the user's next ones, each asked after the answer to the one before."""
 
     task: str
     history: tuple[Message, ...]
     more: tuple[str, ...] = ()
     beside: Beside = NOTHING_BESIDE
+    location: str = ""
 
 
-def read_questions(files: Sequence[str], unusable: list[str], count: int | None = None) -> list[Question]:
-    """Questions in file order, at most ``count`` of each task; rows that ask nothing are put into ``unusable``. Raises
-    NotFoundError: ``path-missing``; ConfigError: ``input-empty``."""
+def has_tools(messages: Sequence[Message], beside: Beside) -> bool:
+    """Whether tools are offered, called or answer: what servers take in ways of their own."""
+    return bool(beside.tools) or any("tool_calls" in one or one["role"] == "tool" for one in messages)
+
+
+def read_questions(
+    files: Sequence[str], unusable: list[str], count: int | None = None, takes_tools: bool = True
+) -> list[Question]:
+    """Questions in file order, at most ``count`` of each task; rows that ask nothing are put into ``unusable``, and
+    those with tools where none are taken. Raises NotFoundError: ``path-missing``; ConfigError: ``input-empty``."""
     questions: list[Question] = []
     per_task: Counter[str] = Counter()
     for name in files:
         for question in questions_of(Path(name), unusable):
+            if not takes_tools and has_tools(question.history, question.beside):
+                unusable.append(f"{question.location}: tools, which the chat template of --target renders: give it")
+                continue
             per_task[question.task] += 1
             if count is None or per_task[question.task] <= count:
                 questions.append(question)
@@ -89,15 +106,15 @@ def questions_of(path: Path, unusable: list[str]) -> Iterator[Question]:
         raise NotFoundError(
             f"no prompts at {path}: expected a JSONL file",
             kind=Kind.PATH_MISSING,
-            hint="--prompts FILE.jsonl, a question a line: prompt, turns, messages, question or problem",
+            hint="--prompts FILE.jsonl, a question a line: prompt, turns, messages, question, problem or instruction",
         )
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            question = _question(line, path.stem)
+            question = _question(line.removeprefix(BOM_UTF8) if number == 1 else line, path.stem)
             if isinstance(question, Question):
-                yield question
+                yield replace(question, location=f"{path}:{number}")
             else:
                 unusable.append(f"{path}:{number}: {question}")
 
@@ -117,33 +134,47 @@ def left_out(unusable: Sequence[str]) -> str:
 
 def _question(line: bytes, stem: str) -> Question | str:
     """The question of a row, or why there is none."""
-    # A list of messages alone.
-    payload = b'{"messages": %b}' % line if line.lstrip().startswith(b"[") else line
-    row = decoded_row(Row("", payload, len(line)))
+    row = decoded_row(Row("", _listed(line), len(line)))
     if isinstance(row, Problem):
         return row.detail
-    name = next((name for name in FIELDS if row.get(name)), None)
-    if name is None:
+    task = str(row.get("task") or row.get("category") or stem)
+    if (name := next((name for name in FIELDS if row.get(name)), None)) is None:
         return f"expected one of {', '.join(FIELDS)}"
+    if task != task.encode(errors="ignore").decode():
+        return f"a task {task!a}, which holds half of a character"
     value = row[name]
     is_turns = name in TURNS and isinstance(value, list) and all(isinstance(turn, str) for turn in value)
-    turns = [{"role": "user", "content": turn} for turn in value] if is_turns else None
+    turns = [{"role": "user", "content": turn} for turn in value] if is_turns else []
     asked = {member: row[member] for member in (*BESIDE_TURNS, *IMAGE_KEYS, *BESIDE_QUESTION) if member in row}
     if name in MESSAGE_COLUMNS or isinstance(value, list):
-        asked["messages"] = turns or value
+        asked[name if name in MESSAGE_COLUMNS else "messages"] = turns or _without_answer(value)
     else:
         asked["instruction" if name == "instruction" else "prompt"] = value
     conversation = parse_row(Row("", asked, len(line)))
     if isinstance(conversation, Problem):
-        return conversation.detail
-    more = tuple(turn["content"] for turn in (turns or [])[1:])
+        return "; ".join(filter(None, (conversation.detail, way_to_keep([conversation.reason]))))
+    more = tuple(turn["content"] for turn in turns[1:])
     messages = conversation.messages[: len(conversation.messages) - len(more)]
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
     if all(message["role"] != "user" for message in messages):
         return "nothing is left to answer"
-    beside = Beside(conversation.tools, conversation.template_kwargs)
-    return Question(str(row.get("task") or row.get("category") or stem), tuple(messages), more, beside)
+    return Question(task, tuple(messages), more, Beside(conversation.tools, conversation.template_kwargs))
+
+
+def _listed(line: bytes) -> Any:
+    """A row; messages alone are one too."""
+    with suppress(ValueError, RecursionError):
+        if isinstance(messages := json.loads(line), list):
+            return {"messages": messages}
+    return line
+
+
+def _without_answer(turns: Any) -> Any:
+    """Messages up to the last one that is to be answered, whatever those behind it hold; one without a role asks."""
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return turns
+    turns = [turn if {"role", "from"} & turn.keys() else {"role": "user", **turn} for turn in turns]
+    roles = [ROLE_OF.get(str(turn.get("role") or turn.get("from")).strip().lower()) for turn in turns]
+    return turns[: next((end for end in range(len(turns), 0, -1) if roles[end - 1] != "assistant"), 0)]
 
 
 @dataclass(frozen=True)
@@ -212,14 +243,15 @@ def prompt_ids(
 ) -> list[int]:
     """Token ids of a conversation up to where the answer begins; ``fix`` is what to do about an endless template.
     Raises ValueError: a member of ``template_kwargs`` is no word of the template's, but says how it is rendered."""
-    template, kwargs = template_of(tokenizer), beside.template_kwargs
+    kwargs, tools = beside.template_kwargs, None if beside.tools is None else [dict(tool) for tool in beside.tools]
+    template = template_of(tokenizer, tools)
     # Among these are max_length and truncation, which would cut the prompt.
     if taken := sorted(kwargs.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys()):
         raise ValueError(f"{TEMPLATE_KWARGS} cannot give {taken[0]}")
     with limited_rendering(location, fix):
         ids = tokenizer.apply_chat_template(
-            list(messages),
-            tools=None if beside.tools is None else list(beside.tools),
+            with_known_reasoning(messages, template),
+            tools=tools,
             chat_template=template,
             add_generation_prompt=True,
             return_dict=False,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from hiddenstore.conversation import TEMPLATE_KWARGS, Message, for_server
 from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.servers.http import NO_PENALTIES, HttpClient, RefusedError
-from trainer.evaluate.prompts import NOTHING_BESIDE, Beside, Question
+from trainer.evaluate.prompts import NOTHING_BESIDE, Beside, Question, has_tools
 
 VLLM_PREFIX, LLAMACPP_PREFIX = "vllm:spec_decode_num_", "llamacpp:spec_decode_num_"
 LLAMACPP_EXACT = 1_000_000
@@ -232,7 +232,7 @@ class Server:
 
     def _prompt(self, messages: Sequence[Message], beside: Beside) -> list[int] | None:
         """Token ids of a prompt that is rendered here."""
-        if self._render is None or not (self._renders_all or beside.tools):
+        if self._render is None or not (self._renders_all or has_tools(messages, beside)):
             return None
         return self._render(messages, beside)
 
