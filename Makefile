@@ -10,7 +10,7 @@ export PIP_NO_COMPILE := 1
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install environments engines demo demo-quick demo-llm demo-llm-quick test check docs test-parity test-engines test-llamacpp test-objects test-pages test-ray test-cuda test-transformers-457 reliability release wheel-smoke bench bench-storage bench-train schemas clean
+.PHONY: install environments engines demo demo-quick demo-llm demo-llm-quick test check docs test-parity test-engines test-llamacpp test-llamacpp-llm test-objects test-pages test-ray test-cuda test-transformers-457 reliability release wheel-smoke bench bench-storage bench-train schemas clean
 
 install: $(VENV)/.installed
 
@@ -122,7 +122,12 @@ $(VENV)-engines/.suffix: tests/engines/requirements-suffix.txt $(VENV)-engines/.
 LLAMACPP_VERSION := 11434.0.0
 LLAMACPP := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hiddenstore/llamacpp-$(LLAMACPP_VERSION)-$(shell cc -march=native -dM -E - </dev/null 2>/dev/null | cksum | cut -d' ' -f1)
 test-llamacpp: install $(LLAMACPP)/.built
-	LLAMACPP=$(LLAMACPP) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m llamacpp tests/llamacpp $(if $(RESULTS),--results $(RESULTS))
+	LLAMACPP=$(LLAMACPP) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m llamacpp tests/llamacpp \
+		--ignore tests/llamacpp/test_llamacpp_smollm2.py $(if $(RESULTS),--results $(RESULTS))
+
+# Three drafters of SmolLM2, ten minutes of a slow core: not in .ci/run, whose `make demo-llm-quick` serves one of them.
+test-llamacpp-llm: install $(LLAMACPP)/.built
+	LLAMACPP=$(LLAMACPP) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m llamacpp tests/llamacpp/test_llamacpp_smollm2.py
 
 $(LLAMACPP)/.built:
 	sh tests/llamacpp/build.sh $(PYTHON) $(LLAMACPP_VERSION) $(LLAMACPP)
