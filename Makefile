@@ -125,7 +125,7 @@ test-llamacpp: install $(LLAMACPP)/.built
 	LLAMACPP=$(LLAMACPP) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m llamacpp tests/llamacpp \
 		--ignore tests/llamacpp/test_llamacpp_smollm2.py $(if $(RESULTS),--results $(RESULTS))
 
-# Three drafters of SmolLM2, ten minutes of a slow core: not in .ci/run, whose `make demo-llm-quick` serves one of them.
+# Three drafters of SmolLM2, ten minutes of a slow core: not in .ci/run, where vLLM serves one (`make demo-llm-quick`).
 test-llamacpp-llm: install $(LLAMACPP)/.built
 	LLAMACPP=$(LLAMACPP) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m llamacpp tests/llamacpp/test_llamacpp_smollm2.py
 

@@ -44,19 +44,21 @@ def stated_reasoning_ranges(
 ) -> list[Range]:
     """Ranges of thoughts that messages state in a member of their own and a template wrote between tags that nobody
     knows here: from where the answer begins to its content, tags and all; of ``answers`` by message, those in ``known``
-    left out. What a template leaves out is nowhere before the content."""
+    left out. A thought that the template left out may be words of the content, or of a call."""
     ranges = []
     for index, (start, end) in answers.items():
         message = messages[index]
         content = str(message.get("content") or "").strip()
         calls = json.dumps(message.get("tool_calls") or [], ensure_ascii=False)
-        content_at = text.rfind(content, start, end) if content else end
+        first = text.find(content, start, end)
         for thought in (str(message[name]).strip() for name in REASONING if message.get(name)):
             at = text.find(thought, start, end) if thought else -1
             stop = at + len(thought)
+            content_at = text.find(content, stop, end)
+            is_word = first <= at and stop <= first + len(content) if content not in ("", thought) else thought in calls
             is_known = any(low <= at and stop <= high for low, high in known)
-            if at >= 0 and stop <= content_at and not is_known and (content or thought not in calls):
-                ranges.append((start, content_at if content else stop))
+            if at >= 0 and content_at >= 0 and not is_known and not is_word:
+                ranges.append((start, content_at))
     return ranges
 
 

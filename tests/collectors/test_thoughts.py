@@ -118,6 +118,7 @@ def test_reasoning_stays_as_it_is_where_the_template_reads_it_or_none() -> None:
         assert with_known_reasoning(messages, template) == messages
 
 
+AT_FOUR = [{"function": {"arguments": {"at": "4."}}}]
 OWN_TAGS = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning_content %}<own>{{ m.reasoning_content | trim }}"
     "</own>\n{% endif %}{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.arguments.at }}{% endfor %}"
@@ -135,6 +136,7 @@ OWN_TAGS = (
             "</own>\ny<|im_end|>",
         ),
         ({"content": "Four."}, "Four.<|im_end|>"),
+        ({"reasoning_content": "So 4.", "content": "4.", "tool_calls": AT_FOUR}, "4.4.<|im_end|>"),
     ],
 )
 def test_thoughts_in_a_member_of_their_own_are_found_between_tags_that_nobody_knows(said: Message, left: str) -> None:

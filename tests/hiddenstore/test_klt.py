@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.care.gc import gc
-from hiddenstore.codecs import CODECS, FITTED, fitted, get_codec, get_layout, kind_of
+from hiddenstore.codecs import CODECS, FITTED, fitted, get_codec, get_layout, kind_of, klt
 from hiddenstore.codecs.base import RAW_INDEX, Encoded, rows_at
 from hiddenstore.codecs.fitted import fit, is_unfitted
 from hiddenstore.codecs.klt import KLT, KltCodec, allocation, code_bytes
@@ -358,3 +358,19 @@ def test_a_copy_into_one_of_fewer_layers_is_refused_before_anything_is_written(t
     run_copy(open_copy([Store.open(tmp_path / "one")], tmp_path / "anew", RECIPE))
     run_copy(open_copy([other], tmp_path / "anew", layers=[3]))
     assert len(Store.open(tmp_path / "anew")) == 12
+
+
+def test_rows_and_weights_cut_for_a_gpu_s_bf16_products_give_the_whole_numbers_of_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A CPU has no bf16 product with fp32 sums: one that rounds its factors to bf16 stands in for it."""
+    monkeypatch.setattr(
+        torch, "mm", lambda one, other, out_dtype: (one.bfloat16().float() @ other.float()).to(out_dtype)
+    )
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(-4096, 4097, (9, 64), generator=generator).float()
+    halves = klt._halves(torch.randint(-16_000, 16_001, (64, 50), generator=generator).to(torch.int16))
+    for half in halves:
+        assert torch.equal(klt._sums(rows, half.bfloat16()), rows @ half)
+        levels = (2 * torch.randint(-64, 64, (9, 64), generator=generator) + 1).float()
+        assert torch.equal(klt._sums(levels.bfloat16(), half.bfloat16()), levels @ half)

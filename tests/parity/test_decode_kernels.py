@@ -10,7 +10,7 @@ from torch import Tensor
 from hiddenstore.codecs import get_codec
 from hiddenstore.codecs.affine import AffineCodec, Q8Codec, _e4m3_values, _kernel_layout, _kernels
 from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS
-from hiddenstore.codecs.klt import KLT, TRANSFORM
+from hiddenstore.codecs.klt import KLT, MOST_BITS, TRANSFORM
 from hiddenstore.data.packed import moved_at_once
 
 pytest.importorskip("triton")
@@ -52,6 +52,7 @@ def test_a_pack_of_several_samples_has_the_bits_of_torch(name: str, width: int) 
 
 @pytest.mark.parametrize("width", [40, 100, 1100])
 def test_a_pack_of_klt_has_the_bits_of_torch_in_any_blocks_of_rows(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels._PLANES == MOST_BITS
     monkeypatch.setattr(kernels, "_KLT_BLOCK_ELEMENTS", 9 * width)
     rows, mixing = spans(LENGTHS), torch.randn(2, width, width) * torch.exp(-4 * torch.rand(2, width, 1))
     data = KLT.fit(list((torch.randn(2, 2000, width) @ mixing + 1).bfloat16()))

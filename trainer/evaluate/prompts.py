@@ -162,9 +162,9 @@ def _question(line: bytes, stem: str) -> Question | str:
 
 def _listed(line: bytes) -> Any:
     """A row; messages alone are one too."""
-    with suppress(ValueError, RecursionError):
-        if isinstance(messages := json.loads(line), list):
-            return {"messages": messages}
+    if line.lstrip().startswith(b"["):
+        with suppress(ValueError, RecursionError):
+            return {"messages": json.loads(line)}
     return line
 
 
