@@ -81,8 +81,9 @@ def test_a_line_that_is_no_conversation_is_left_out_and_named(tmp_path, line):
 def test_a_file_without_a_prompt_says_why_of_its_first_row(tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_bytes(b'{"text": "a"}\n{\n"\xff\xfe"\n')
-    with pytest.raises(ConfigError, match=r"of 3 rows the first: .*p\.jsonl:1: expected one of"):
+    with pytest.raises(ConfigError, match=r"of 3 rows the first: .*p\.jsonl:1: expected one of") as caught:
         ids(file)
+    assert "a question a line: prompt, turns" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ from schemas.prepared import PreparedData
 FIELDS = ("messages", "conversations", "turns", "prompt", "question", "problem", "instruction", "conversation")
 TURNS = ("turns", "prompt")
 """Fields that may list the texts of a user's turns."""
+_FORM = "--prompts FILE.jsonl, a question a line: prompt, turns, messages, question, problem or instruction"
 EXAMPLES = 3
 """Rows that a message about several quotes."""
 
@@ -106,7 +107,7 @@ def questions_of(path: Path, unusable: list[str]) -> Iterator[Question]:
         raise NotFoundError(
             f"no prompts at {path}: expected a JSONL file",
             kind=Kind.PATH_MISSING,
-            hint="--prompts FILE.jsonl, a question a line: prompt, turns, messages, question, problem or instruction",
+            hint=_FORM,
         )
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -122,7 +123,7 @@ def questions_of(path: Path, unusable: list[str]) -> Iterator[Question]:
 def no_prompt(source: str, unusable: Sequence[str]) -> ConfigError:
     """What to raise for a source without a single prompt."""
     why = f"; of {len(unusable)} rows the first: {unusable[0]}" if unusable else ""
-    return ConfigError(f"{source} holds no prompt{why}", kind=Kind.INPUT_EMPTY)
+    return ConfigError(f"{source} holds no prompt{why}", kind=Kind.INPUT_EMPTY, hint=_FORM)
 
 
 def left_out(unusable: Sequence[str]) -> str:
