@@ -480,7 +480,7 @@ class Store(RecordSequence):
         """The arrays of a committed unit as a stock ``zarr.Group``, read-only; docs/format.md says what they hold.
         Raises NotFoundError: ``unit-missing``, no such unit, or one that holds no sample; ConfigError:
         ``container-mismatch``, the store holds tars; ``store-remote``, it is not on a local disk."""
-        self._require_container("zarr")
+        self._require_container("zarr", "zarr-shared")
         import zarr
 
         return zarr.open_group(self.fs.local_path(self._unit_record(unit).segment), mode="r")
@@ -502,8 +502,8 @@ class Store(RecordSequence):
             raise ConfigError(f"{self.path} holds no sample yet", kind=Kind.STORE_EMPTY)
         return webdataset.WebDataset(tars, shardshuffle=False)
 
-    def _require_container(self, container: str) -> None:
-        if self.manifest.container != container:
+    def _require_container(self, container: str, *others: str) -> None:
+        if self.manifest.container not in (container, *others):
             raise ConfigError(
                 f"{self.path} is a {self.manifest.container} store, not a {container} one",
                 kind=Kind.CONTAINER_MISMATCH,

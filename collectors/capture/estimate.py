@@ -1,4 +1,5 @@
-"""What a collect will need, from the counts in data.json and the target's config; nothing is run or written."""
+"""What a collect will need, from the counts in data.json, its first tokens and the target's config; nothing is run or
+written."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,16 +11,20 @@ from hiddenstore.codecs.recipes import RECIPES, get_recipe, recipe_name
 from hiddenstore.errors import ConfigError
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
+from hiddenstore.inputs import PreparedInput
 from hiddenstore.inspect.room import Counts, room_for
 from hiddenstore.inspect.room import shortage as room_lacking
 from hiddenstore.segments import CONTAINERS, default_container
-from hiddenstore.segments.base import Container
+from hiddenstore.segments.base import Container, unit_tokens
+from hiddenstore.segments.zarr_shared import ZARR_SHARED, shared_rows
 from hiddenstore.store import Store
 from hiddenstore.targets.blocks import block_parameters, require_blocks
 from hiddenstore.targets.calibration import slice_tokens
 from hiddenstore.targets.folder import TargetFolder
 from schemas.capture import REBUILT, TOPK, CaptureSpec, Codecs, FinalMode, not_rebuildable
 from schemas.prepared import PreparedData
+
+_TOKENS_READ = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """Estimates for one input and capture; ``hours`` is None without a rate, ``bytes_free`` where there is no end."""
+    """Estimates for one input and capture; ``hours`` is None without a rate, ``bytes_free`` where there is no end.
+    ``shared`` is the share of the tokens that lie in prefixes which samples of a unit have in common."""
 
     info: PreparedData
     choice: LayerChoice
@@ -56,6 +62,7 @@ class Plan:
     bytes_free: int | None
     hours: float | None
     container: str
+    shared: float
 
     @property
     def fitting(self) -> list[str]:
@@ -64,7 +71,7 @@ class Plan:
 
 
 def make_plan(
-    info: PreparedData,
+    prepared: PreparedInput,
     folder: TargetFolder,
     choice: LayerChoice,
     recipe: str,
@@ -73,7 +80,7 @@ def make_plan(
     container: str | None = None,
 ) -> Plan:
     """Every recipe that serves the drafters, the largest first; ``rate``: tokens per second that collect reached."""
-    codecs, fs = get_recipe(recipe), open_filesystem(location)
+    info, codecs, fs = prepared.info, get_recipe(recipe), open_filesystem(location)
     container = container or default_container(fs)
     capture = _capture(folder, choice, codecs)
     _require_blocks(folder, capture)
@@ -84,12 +91,26 @@ def make_plan(
         if not (choice.reads_final and item.final == TOPK)
         and (item.final != REBUILT or item == codecs or _can_rebuild(folder, capture))
     }
+    shared = shared_share(prepared, capture)
+    counts = _counts(info, capture, shared if container == ZARR_SHARED.name else 0.0)
     rows = sorted(
-        (_estimate(info, capture, *item, CONTAINERS[container], folder.config) for item in usable.items()),
+        (_estimate(info, counts, capture, *item, CONTAINERS[container], folder.config) for item in usable.items()),
         key=lambda row: -row.bytes_stored,
     )
     hours = None if rate is None else info.tokens / rate / 3600
-    return Plan(info, choice, recipe, tuple(rows), raw_bytes(info, capture), free_bytes(fs), hours, container)
+    free = free_bytes(fs)
+    return Plan(info, choice, recipe, tuple(rows), raw_bytes(info, capture), free, hours, container, shared)
+
+
+def shared_share(prepared: PreparedInput, capture: CaptureSpec) -> float:
+    """The share of the tokens in prefixes that ``zarr-shared`` stores once, of the first million of them."""
+    tokens = shared = 0
+    for unit in prepared.units(unit_tokens(capture)):
+        rows = shared_rows([sample.input_ids for sample in unit.samples], lambda _sample, _owner, common: common)
+        tokens, shared = tokens + int(rows.lengths.sum()), shared + int(rows.rows.sum())
+        if tokens >= _TOKENS_READ:
+            break
+    return shared / max(1, tokens)
 
 
 def _can_rebuild(folder: TargetFolder, capture: CaptureSpec) -> bool:
@@ -134,11 +155,17 @@ def _capture(folder: TargetFolder, choice: LayerChoice, codecs: Codecs) -> Captu
 
 
 def _estimate(
-    info: PreparedData, capture: CaptureSpec, recipe: str, codecs: Codecs, container: Container, config: Any
+    info: PreparedData,
+    counts: Counts,
+    capture: CaptureSpec,
+    recipe: str,
+    codecs: Codecs,
+    container: Container,
+    config: Any,
 ) -> Estimate:
     capture = capture.with_codecs(codecs)
     width = capture.target.hidden_size
-    room = room_for(_counts(info, capture), capture, container)
+    room = room_for(counts, capture, container)
     blocks = block_parameters(config, capture.blocks)
     head = capture.target.vocab_size * width * (1 if getattr(config, "tie_word_embeddings", False) else 2)
     slice_bytes = 2 * width * slice_tokens(capture) * (len(capture.aux_layers) + (capture.final != "none"))
@@ -154,8 +181,9 @@ def _estimate(
     )
 
 
-def _counts(info: PreparedData, capture: CaptureSpec) -> Counts:
-    return Counts(info.samples, info.tokens, info.supervised_tokens, final_rows(info, capture.final))
+def _counts(info: PreparedData, capture: CaptureSpec, shared: float = 0.0) -> Counts:
+    rows = final_rows(info, capture.final)
+    return Counts(info.samples, info.tokens, info.supervised_tokens, rows, shared_tokens=round(shared * info.tokens))
 
 
 def _value_bytes(config: Any) -> int:

@@ -21,7 +21,7 @@ from hiddenstore.cli.words import (
 )
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPE_HELP, RECIPES, get_recipe
 from hiddenstore.console.output import common_options, examples, output
-from hiddenstore.console.text import count, plural, seconds, size
+from hiddenstore.console.text import count, percent, plural, seconds, size
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.inspect.expect import expectation
 from hiddenstore.process import drain_on_signal
@@ -33,14 +33,17 @@ if TYPE_CHECKING:
     from collectors.capture.import_job import ImportReport
     from collectors.capture.job import CollectReport
 
+SHARED = "zarr-shared"
+_SHARE_WORTH_SAYING = 0.05
+
 layers_type = Name(require_layers, layer_names())
 recipe_type = Name(lambda text: text == "auto" or get_recipe(text), (*RECIPES, "auto"))
 
 container_option = click.option(
     "--container",
     type=click.Choice(tuple(CONTAINERS)),
-    help="What a segment is: a Zarr group, or a tar that stock webdataset iterates. Default: zarr; on object storage "
-    "webdataset; of a store that is there, its own.",
+    help="What a segment is: a Zarr group; one with what samples begin alike with once; or a tar that stock webdataset "
+    "iterates. Default: zarr; on object storage webdataset; of a store that is there, its own.",
 )
 
 
@@ -262,12 +265,13 @@ def plan(data: str, target: str, template: str | None, **options: Any) -> None:
     from hiddenstore.targets.folder import open_target
 
     out = output()
-    info = PreparedInput.open(data).info
+    prepared = PreparedInput.open(data)
+    info = prepared.info
     folder = open_target(target, options["revision"], read_template(template), options["trust_remote_code"])
     require_data_fits(info, folder)
     choice = choose_layers(options["layers"], options["final"], folder.num_layers)
     recipe = resolve_recipe(options["recipe"], choice, folder.num_layers, info.images is not None)
-    needs = make_plan(info, folder, choice, recipe, options["out"], options["rate"], options["container"])
+    needs = make_plan(prepared, folder, choice, recipe, options["out"], options["rate"], options["container"])
     document = {
         "samples": info.samples,
         "tokens": info.tokens,
@@ -276,6 +280,7 @@ def plan(data: str, target: str, template: str | None, **options: Any) -> None:
         "final": choice.final,
         "recipe": needs.recipe,
         "container": needs.container,
+        "shared_prefixes": round(needs.shared, 4),
         "bytes_raw": needs.bytes_raw,
         "bytes_free": needs.bytes_free,
         "hours": needs.hours,
@@ -332,6 +337,11 @@ def _show_plan(needs: "Plan") -> None:
     ]
     out.table(["recipe", ">size", ">on disk", ">smaller", ">bytes/token", ">segments", ">files", "fits"], rows)
     _note_of_blocks(needs)
+    if needs.container != SHARED and needs.shared >= _SHARE_WORTH_SAYING:
+        out.note(
+            f"{percent(needs.shared)} of the tokens repeat how another sample begins (a system prompt, tools, earlier "
+            f"turns): --container {SHARED} keeps their states once"
+        )
     out.note(f"for scale: {expectation(round(needs.info.tokens * (1 - needs.info.validation_share)))}")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hiddenstore.codecs import get_codec, get_layout
-from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, CodeLayout, Encoded, EncodedLayers, select_small
+from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, CodeLayout, Encoded, EncodedLayers, joined_small, select_small
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.commit import DAMAGED, engine_of
 from hiddenstore.errors import CorruptionError, Kind
@@ -19,6 +19,7 @@ from hiddenstore.files.digests import digest_for, mismatch
 from hiddenstore.records import Record, Sample
 from hiddenstore.segments.base import EncodedUnit, FieldGroup, groups_of, small_of_rows
 from hiddenstore.segments.encode import encode_records, layer_stats, with_raw_rows
+from hiddenstore.segments.rows import ends_of
 from hiddenstore.segments.segment import write_encoded
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
@@ -116,17 +117,7 @@ def _joined(codec: CodeLayout, samples: Sequence[Encoded], rows: Sequence[int]) 
     """Samples of one unit end to end; raw rows are renumbered and stay sorted by (layer, row)."""
     # Stored codes lie in main memory; those of a sample that was just captured, on the engine's device.
     codes = [[sample.codes[layer].cpu() for sample in samples] for layer in range(len(samples[0].codes))]
-    small = dict(samples[0].small)
-    for name, spec in codec.small.items():
-        if name in small and "T" in spec.axes:
-            small[name] = np.concatenate([sample.small[name] for sample in samples], axis=spec.axes.index("T"))
-    if RAW_INDEX in small:
-        starts = np.cumsum([0, *rows[:-1]])
-        moved = [part.small[RAW_INDEX] + np.array([0, start]) for part, start in zip(samples, starts, strict=True)]
-        index = np.concatenate(moved).astype(np.int32)
-        order = np.lexsort((index[:, 1], index[:, 0]))
-        small[RAW_INDEX] = index[order]
-        small[RAW_ROWS] = np.concatenate([sample.small[RAW_ROWS] for sample in samples])[order]
+    small = joined_small(codec.small, [sample.small for sample in samples], ends_of(rows))
     return EncodedLayers(codes, small)
 
 

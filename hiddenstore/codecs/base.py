@@ -266,17 +266,42 @@ def first_rows(
 
 
 def rows_at(fields: Mapping[str, SmallField], part: Encoded, rows: np.ndarray) -> Encoded:
-    """Rows int64 [n], ascending, of a part on the CPU."""
+    """Rows int64 [n] of a part on the CPU, in any order."""
     small = {
         name: np.take(values, rows, fields[name].axes.index("T")) if "T" in fields[name].axes else values
         for name, values in part.small.items()
     }
     if RAW_INDEX in small:
         layer, row = small[RAW_INDEX].T
-        kept = np.isin(row, rows)
-        small[RAW_INDEX] = np.stack([layer[kept], np.searchsorted(rows, row[kept])], axis=1)
-        small[RAW_ROWS] = small[RAW_ROWS][kept]
+        order = np.argsort(rows, kind="stable")
+        first, last = (np.searchsorted(rows, row, side, sorter=order) for side in ("left", "right"))
+        # A row that is picked more than once is as often raw.
+        raw = np.repeat(np.arange(len(row)), last - first)
+        position = order[np.arange(len(raw)) - np.repeat(np.cumsum(last - first) - last, last - first)]
+        by_layer = np.lexsort((position, layer[raw]))
+        small[RAW_INDEX] = np.stack([layer[raw], position], axis=1)[by_layer].astype(np.int32)
+        small[RAW_ROWS] = small[RAW_ROWS][raw[by_layer]]
     return Encoded([torch.from_numpy(codes.numpy()[rows]) for codes in part.codes], small)
+
+
+def joined_small(
+    fields: Mapping[str, SmallField], parts: Sequence[Mapping[str, np.ndarray]], ends: np.ndarray
+) -> dict[str, np.ndarray]:
+    """The small arrays of parts of one unit that lie end to end, at rows ``ends`` int64 [n + 1] of all; raw rows of a
+    part are counted in it, and in the result in all, sorted by (layer, row)."""
+    small = dict(parts[0])
+    if len(parts) == 1:
+        return small
+    for name, spec in fields.items():
+        if name in small and "T" in spec.axes:
+            small[name] = np.concatenate([arrays[name] for arrays in parts], axis=spec.axes.index("T"))
+    if RAW_INDEX in small:
+        moved = [arrays[RAW_INDEX] + np.array([0, start]) for arrays, start in zip(parts, ends.tolist(), strict=False)]
+        index = np.concatenate(moved).astype(np.int32)
+        order = np.lexsort((index[:, 1], index[:, 0]))
+        small[RAW_INDEX] = index[order]
+        small[RAW_ROWS] = np.concatenate([arrays[RAW_ROWS] for arrays in parts])[order]
+    return small
 
 
 def raw_places(raw_index: np.ndarray, layer: int, rows: range) -> range:

@@ -23,7 +23,8 @@ from hiddenstore.data.packed import Buffers, EncodedPack, Members, PackedBatch, 
 from hiddenstore.data.view import WHOLE, SampleView
 from hiddenstore.errors import CorruptionError, Kind
 from hiddenstore.records import TopK, drafter_positions
-from hiddenstore.segments.many import MANY_BYTES, UNITS_TOGETHER, row_numbers
+from hiddenstore.segments.many import MANY_BYTES, UNITS_TOGETHER
+from hiddenstore.segments.rows import row_numbers
 from hiddenstore.segments.segment import SegmentReader, read_together
 from hiddenstore.threads import Threads
 from schemas.manifest import ImageEntry

@@ -19,12 +19,14 @@ _BYTES_OF_TOKEN, _BYTES_OF_ROW = 5, 4
 
 @dataclass(frozen=True)
 class Counts:
-    """What segments hold: samples, their tokens and supervised tokens, and rows of the final hidden."""
+    """What segments hold: samples, their tokens and supervised tokens, and rows of the final hidden. Of
+    ``shared_tokens`` the aux layers stand in another sample."""
 
     samples: int
     tokens: int
     supervised_tokens: int
     final_rows: int
+    shared_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def room_for(counts: Counts, capture: CaptureSpec, container: Container) -> Room
     aux, final = get_layout(capture.codecs.aux), get_layout(capture.codecs.final)
     layers, width = len(capture.stored_layers), capture.target.hidden_size
     row_bits = mean_row_bits(aux, width, counts.tokens, counts.supervised_tokens, counts.samples)
-    bits = counts.tokens * layers * row_bits + counts.final_rows * final.row_bits(width)
+    bits = (counts.tokens - counts.shared_tokens) * layers * row_bits + counts.final_rows * final.row_bits(width)
     segments = max(1, math.ceil(counts.tokens / unit_tokens(capture)))
     extra = container.overhead(capture, counts.samples, segments)
     values = int(bits / 8) + counts.tokens * _BYTES_OF_TOKEN + counts.final_rows * _BYTES_OF_ROW

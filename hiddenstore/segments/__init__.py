@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 CONTAINERS: "Registry[Container]" = Registry(
     "container",
     "hiddenstore.containers",
-    {"zarr": "hiddenstore.segments.zarr:ZARR", "webdataset": "hiddenstore.segments.tar:WEBDATASET"},
+    {
+        "zarr": "hiddenstore.segments.zarr:ZARR",
+        "webdataset": "hiddenstore.segments.tar:WEBDATASET",
+        "zarr-shared": "hiddenstore.segments.zarr_shared:ZARR_SHARED",
+    },
     "hiddenstore.segments.base:Container",
 )
 

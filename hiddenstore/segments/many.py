@@ -16,6 +16,7 @@ from torch import Tensor
 from hiddenstore.codecs.base import RAW_INDEX, Codec, Encoded, SmallField
 from hiddenstore.records import mask_fault, spans_fault, tokens_fault
 from hiddenstore.segments.base import FINAL_ROWS, INPUT_IDS, LOSS_MASK, SPANS, Container, FieldGroup
+from hiddenstore.segments.rows import ends_of
 from schemas import CommitRecord
 
 MANY_BYTES = 1 << 22
@@ -82,18 +83,6 @@ def sample_places(record: CommitRecord) -> np.ndarray:
     """int64 [S, 5] of start, tokens, final_start, final_rows and supervised tokens of every sample."""
     rows = [(one.start, one.tokens, one.final_start, one.final_rows, one.supervised) for one in record.samples]
     return np.array(rows, dtype=np.int64).reshape(-1, 5)
-
-
-def row_numbers(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The numbers of ranges end to end."""
-    return np.repeat(starts - ends_of(lengths)[:-1], lengths) + np.arange(int(lengths.sum()))
-
-
-def ends_of(lengths: np.ndarray | Sequence[int]) -> np.ndarray:
-    """int64 [n + 1]: where ranges of these lengths start when they lie end to end, and the end."""
-    ends = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=ends[1:])
-    return ends
 
 
 def unit_arrays(fields: Mapping[str, SmallField]) -> list[str]:

@@ -37,11 +37,11 @@ from hiddenstore.segments.many import (
     NotTogetherError,
     Samples,
     decode_states,
-    ends_of,
     mixes,
     sample_places,
     samples_of,
 )
+from hiddenstore.segments.rows import ends_of
 from schemas import FINAL, CaptureSpec, CommitRecord, FileEntry, SampleEntry
 
 DEFAULT_CONTAINER = "zarr"

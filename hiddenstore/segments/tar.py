@@ -41,7 +41,8 @@ from hiddenstore.segments.base import (
     unit_attributes,
 )
 from hiddenstore.segments.files import CHUNK_CORRUPT, HashedFile, SegmentFiles, write_bytes
-from hiddenstore.segments.many import Many, Mixed, NotTogetherError, Wanted, ends_of, sample_places, unit_arrays
+from hiddenstore.segments.many import Many, Mixed, NotTogetherError, Wanted, sample_places, unit_arrays
+from hiddenstore.segments.rows import ends_of
 from hiddenstore.segments.tar_members import (
     BLOCK_BYTES,
     HEADER_BYTES,

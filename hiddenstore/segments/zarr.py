@@ -8,8 +8,9 @@ Shapes: L layers asked for, T tokens of the unit, t rows of one sample, D width,
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -20,14 +21,15 @@ from hiddenstore.codecs.base import (
     RAW_ROWS,
     CodeLayout,
     Encoded,
+    EncodedLayers,
     MaskedCodec,
     fresh,
+    joined_small,
     rows_at,
     select_small,
 )
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.segments.base import (
-    AUX,
     FINAL_ROWS,
     INPUT_IDS,
     LOSS_MASK,
@@ -46,11 +48,10 @@ from hiddenstore.segments.many import (
     Mixed,
     NotTogetherError,
     Wanted,
-    ends_of,
     joined_states,
-    row_numbers,
     sample_places,
 )
+from hiddenstore.segments.rows import ends_of, row_numbers
 from hiddenstore.segments.zarr_arrays import (
     METADATA,
     ArraySpec,
@@ -77,26 +78,10 @@ class ZarrContainer:
     samples_apart = False
 
     def write(self, fs: Filesystem, path: str, unit: EncodedUnit, capture: CaptureSpec) -> list[FileEntry]:
-        files, width = [write_group(fs, path, unit_attributes(unit.unit, capture))], capture.target.hidden_size
-        plain = [
-            (INPUT_IDS, ("token",), unit.input_ids),
-            (LOSS_MASK, ("token",), unit.loss_mask),
-            (SPANS, ("span", "sample_role_start_end"), unit.spans),
-        ]
-        if capture.final != "none":
-            plain.append((FINAL_ROWS, ("final_row",), unit.final_rows))
-        for name, dimensions, values in plain:
-            files += write_array(fs, path, name, ArraySpec(values.shape, str(values.dtype), dimensions), values)
+        files = write_plain(fs, path, unit, capture)
         for group in groups_of(capture):
-            states = unit.encoded(group)
             fine = group.fine_rows(unit.loss_mask, [entry.tokens for entry in unit.samples])
-            for name, codes in zip(group.fields, states.codes, strict=True):
-                shape = group.stored_shape(sum(map(len, codes)), fine, width)
-                spec = _code_spec(group, shape, name, width)
-                files += write_sharded(fs, path, name, spec, group.stored((rows.cpu().numpy() for rows in codes), fine))
-            for name, values in states.small.items():
-                spec = _small_spec(group.codec, name, values.shape)
-                files += write_array(fs, path, f"{group.name}_{name}", spec, values)
+            files += write_states(fs, path, group, unit.encoded(group), fine, capture.target.hidden_size)
         return files
 
     def open(self, fs: Filesystem, path: str, record: CommitRecord, capture: CaptureSpec) -> "ZarrUnit":
@@ -129,6 +114,34 @@ class ZarrContainer:
 ZARR = ZarrContainer()
 
 
+def write_plain(fs: Filesystem, path: str, unit: EncodedUnit, capture: CaptureSpec) -> list[FileEntry]:
+    """The group of a unit and its arrays beside the states."""
+    files = [write_group(fs, path, unit_attributes(unit.unit, capture))]
+    plain = [
+        (INPUT_IDS, ("token",), unit.input_ids),
+        (LOSS_MASK, ("token",), unit.loss_mask),
+        (SPANS, ("span", "sample_role_start_end"), unit.spans),
+    ]
+    if capture.final != "none":
+        plain.append((FINAL_ROWS, ("final_row",), unit.final_rows))
+    for name, dimensions, values in plain:
+        files += write_array(fs, path, name, ArraySpec(values.shape, str(values.dtype), dimensions), values)
+    return files
+
+
+def write_states(
+    fs: Filesystem, path: str, group: FieldGroup, states: EncodedLayers, fine: np.ndarray | None, width: int
+) -> Iterator[FileEntry]:
+    """The arrays of a group, and whether each row is fine, bool [T], where its codec has classes."""
+    for name, codes in zip(group.fields, states.codes, strict=True):
+        shape = group.stored_shape(sum(map(len, codes)), fine, width)
+        spec = _code_spec(group, shape, name, width)
+        yield from write_sharded(fs, path, name, spec, group.stored((rows.cpu().numpy() for rows in codes), fine))
+    for name, values in states.small.items():
+        spec = _small_spec(group.codec, name, values.shape)
+        yield from write_array(fs, path, f"{group.name}_{name}", spec, values)
+
+
 class ZarrUnit:
     """One group. Keeps the small arrays and shard indexes it read: about (4 L + 11) bytes a token (9 more of rows by
     the mask), 4 D a layer."""
@@ -136,7 +149,6 @@ class ZarrUnit:
     def __init__(self, fs: Filesystem, path: str, record: CommitRecord, capture: CaptureSpec) -> None:
         self._fs, self._path, self._record = fs, path, record
         self._width = capture.target.hidden_size
-        self._rows = {AUX: record.tokens, FINAL: record.final_rows}
         self._sample_places = sample_places(record)
         self._files = SegmentFiles(fs, path, record)
         self._arrays: dict[str, np.ndarray] = {}
@@ -166,8 +178,16 @@ class ZarrUnit:
         return self._plain(name)[row_numbers(*self._places(name == FINAL_ROWS, indices))]
 
     def _plain(self, name: str) -> np.ndarray:
-        rows = self._rows[FINAL if name == FINAL_ROWS else AUX]
+        rows = self._record.final_rows if name == FINAL_ROWS else self._record.tokens
         return self._array(name, "uint8" if name == LOSS_MASK else "int32", (rows,))
+
+    def group_rows(self, group: FieldGroup) -> int:
+        """Rows of the arrays of a group."""
+        return self._record.final_rows if group.name == FINAL else self._record.tokens
+
+    def runs(self, group: FieldGroup, index: int) -> list[range]:
+        """Where the rows of a sample stand in the arrays of a group, in their order."""
+        return [group.rows_of(self._record.samples[index])]
 
     def _spans(self) -> np.ndarray:
         spans = self._array(SPANS, "int32", (None, 4))
@@ -183,35 +203,52 @@ class ZarrUnit:
     def encoded(
         self, group: FieldGroup, index: int, layers: Sequence[int], out: Sequence[Tensor] | None = None
     ) -> Encoded:
-        rows, columns = group.rows_of(self._record.samples[index]), group.codec.code_columns(self._width)
-        dtype = getattr(torch, group.codec.code_dtype)
-        codes = [fresh((len(rows), columns), dtype) for _ in layers] if out is None else list(out)
-        self._read_codes(group, layers, rows, codes)
-        return Encoded(codes, self._small_of(group, layers, rows) if group.codec.small and layers else {})
+        return self.encoded_runs(group, layers, self.runs(group, index), out)
 
     def decode(self, group: FieldGroup, index: int, layers: Sequence[int], out: Tensor) -> None:
-        if group.masked is not None and layers:
-            group.states.decode(self.encoded(group, index, layers), out)
+        runs = self.runs(group, index)
+        # What is more than a copy costs less for all rows at once than for each run of them.
+        if layers and (group.masked is not None or (group.codec.small and len(runs) > 1)):
+            group.states.decode(self.encoded_runs(group, layers, runs), out)
             return
-        self._decode_rows(group, group.rows_of(self._record.samples[index]), layers, out)
+        start = 0
+        for run in runs:
+            self._decode_rows(group, run, layers, out[:, start : start + len(run)])
+            start += len(run)
 
     def encoded_many(self, group: FieldGroup, indices: np.ndarray, layers: Sequence[int]) -> list[Encoded]:
         """A part for each run of samples that lie near each other."""
         starts, lengths = self._places(group.name == FINAL, indices)
         if (starts[1:] < (starts + lengths)[:-1]).any():
             raise NotTogetherError
-        codec, columns = group.codec, group.codec.code_columns(self._width)
-        gap_rows, most = _GAP_BYTES // columns, max(1, MANY_BYTES // (2 * self._width * len(layers)))
+        codec = group.codec
+        gap_rows, most = self.gap_rows(group), max(1, MANY_BYTES // (2 * self._width * len(layers)))
         cuts = np.flatnonzero((starts[1:] - (starts + lengths)[:-1] > gap_rows) | (np.diff(starts // most) > 0)) + 1
         parts = []
         for run, run_lengths in zip(np.split(starts, cuts), np.split(lengths, cuts), strict=True):
             rows = range(int(run[0]), int(run[-1] + run_lengths[-1]))
-            codes = [fresh((len(rows), columns), getattr(torch, codec.code_dtype)) for _ in layers]
-            self._read_codes(group, layers, rows, codes)
-            part = Encoded(codes, self._small_of(group, layers, rows) if codec.small else {})
+            part = self.encoded_runs(group, layers, [rows])
             picked = row_numbers(run - rows.start, run_lengths)
             parts.append(part if len(picked) == len(rows) else rows_at(codec.small, part, picked))
         return parts
+
+    def gap_rows(self, group: FieldGroup) -> int:
+        """The most rows between two that are read in one go."""
+        return _GAP_BYTES // group.codec.code_columns(self._width)
+
+    def encoded_runs(
+        self, group: FieldGroup, layers: Sequence[int], runs: Sequence[range], out: Sequence[Tensor] | None = None
+    ) -> Encoded:
+        """Rows of some runs, end to end; raw rows are counted in all of them."""
+        codec, ends = group.codec, ends_of([len(run) for run in runs])
+        if out is None:
+            shape, dtype = (int(ends[-1]), codec.code_columns(self._width)), getattr(torch, codec.code_dtype)
+            out = [fresh(shape, dtype) for _ in layers]
+        for run, (start, stop) in zip(runs, pairwise(ends.tolist()), strict=True):
+            self._read_codes(group, layers, run, [codes[start:stop] for codes in out] if len(runs) > 1 else out)
+        if not codec.small or not layers:
+            return Encoded(list(out), {})
+        return Encoded(list(out), joined_small(codec.small, [self._small_of(group, layers, run) for run in runs], ends))
 
     def _decode_rows(self, group: FieldGroup, rows: range, layers: Sequence[int], out: Tensor) -> None:
         if not rows or not layers:
@@ -244,13 +281,17 @@ class ZarrUnit:
     def _classes(self, codec: MaskedCodec) -> tuple[np.ndarray, np.ndarray]:
         """The class of every row of the unit bool [T], and the pieces before each int64 [T + 1]; made once."""
         if self._fine is None:
-            fine = codec.fine_rows(self._plain(LOSS_MASK), self._sample_places[:, 1])
+            fine = self.fine_rows(codec)
             self._fine = fine, ends_of(codec.pieces(fine))
         return self._fine
 
+    def fine_rows(self, codec: MaskedCodec) -> np.ndarray:
+        """The class of every row in the arrays of the aux layers, bool."""
+        return codec.fine_rows(self._plain(LOSS_MASK), self._sample_places[:, 1])
+
     def _small_of(self, group: FieldGroup, layers: Sequence[int], rows: range) -> dict[str, np.ndarray]:
         """The small arrays of some layers and rows; raw rows are counted inside ``rows``."""
-        unit, unit_rows = self._small_arrays(group), self._rows[group.name]
+        unit, unit_rows = self._small_arrays(group), self.group_rows(group)
         small = select_small(group.codec.small, unit.arrays, layers, rows)
         if unit.raw_rows is None:
             return small
@@ -273,7 +314,7 @@ class ZarrUnit:
     def _small_arrays(self, group: FieldGroup) -> "_SmallArrays":
         """The small arrays of a group for the whole unit; read once."""
         if group.name not in self._small:
-            rows = self._rows[group.name]
+            rows = self.group_rows(group)
             sizes = {"L": len(group.fields), "T": rows, "D": self._width}
             arrays = {
                 name: self._array(f"{group.name}_{name}", spec.dtype, spec.shape(sizes))
@@ -289,7 +330,7 @@ class ZarrUnit:
 
     def _raw_rows(self, group: FieldGroup) -> tuple[np.ndarray, ShardReader]:
         """Ascending layer * rows + row of what is kept verbatim, and its values."""
-        rows = self._rows[group.name]
+        rows = self.group_rows(group)
         index = self._array(f"{group.name}_{RAW_INDEX}", "int32", (None, 2)).astype(np.int64)
         positions = index[:, 0] * rows + index[:, 1]
         inside = ((index >= 0) & (index < [len(group.fields), rows])).all()
@@ -298,7 +339,7 @@ class ZarrUnit:
         return positions, self._shard(f"{group.name}_{RAW_ROWS}", "uint16", (len(index), self._width), False)
 
     def _codes(self, group: FieldGroup, layer: int) -> ShardReader:
-        shape = (self._rows[group.name], group.codec.code_columns(self._width))
+        shape = (self.group_rows(group), group.codec.code_columns(self._width))
         if group.masked is not None:
             shape = (int(self._classes(group.masked)[1][-1]), group.masked.piece_bytes(self._width))
         return self._shard(group.fields[layer], group.codec.code_dtype, shape, group.codec.compressed)

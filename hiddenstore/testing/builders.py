@@ -151,10 +151,10 @@ def fitted_to(capture: CaptureSpec, records: Iterable[Record]) -> tuple[CaptureS
     return fit(capture, (record.aux[slots] for record in records))
 
 
-def make_data(folder: Path, *, samples: int = 6, seed: int = 0) -> Path:
-    """A prepared DATA folder of random conversations, four rows a file; returns ``folder``."""
+def make_data(folder: Path, *, samples: int | Sequence[Sample] = 6, seed: int = 0) -> Path:
+    """A prepared DATA folder of these or of so many random conversations, four rows a file; returns ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = make_samples(samples, seed)
+    rows = make_samples(samples, seed) if isinstance(samples, int) else list(samples)
     files = []
     for index in range(max(1, -(-len(rows) // ROWS_PER_FILE))):
         path = folder / layout.part_name(index)

@@ -218,7 +218,9 @@ class Survey:
         # The profile of a sample with images is of its text alone.
         is_profiled = sample.id == profile.sample_id and not sample.images
         shared = len(profile.positions) if is_profiled else profile.common_prefix(sample.input_ids)
-        common = np.intersect1d(field.positions, np.asarray(profile.positions[:shared]), return_indices=True)
+        common = np.intersect1d(
+            field.positions, np.asarray(profile.positions[:shared], dtype=np.int64), return_indices=True
+        )
         positions, rows, indices = common
         if isinstance(codec := get_codec(self.capture.codecs.aux), MaskedCodec) and name != FINAL:
             # Rows that no loss is taken at are too coarse to tell a layer from its neighbour.

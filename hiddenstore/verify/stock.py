@@ -14,13 +14,14 @@ import numpy as np
 from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS
 from hiddenstore.files import layout
 from hiddenstore.files.damage import DAMAGE, raise_refusal
-from hiddenstore.segments.base import FINAL_ROWS, INPUT_IDS, LOSS_MASK, SPANS, FieldGroup, groups_of
-from hiddenstore.segments.many import ends_of
+from hiddenstore.segments.base import AUX, FINAL_ROWS, INPUT_IDS, LOSS_MASK, SPANS, FieldGroup, groups_of
+from hiddenstore.segments.rows import ends_of
 from hiddenstore.segments.segment import SegmentReader
 from hiddenstore.segments.tar_members import TAR, UNIT_PREFIX
+from hiddenstore.segments.zarr_shared import SHARED_ROWS
 from hiddenstore.store import Store
 from hiddenstore.verify.report import Advance, Finding, Report
-from schemas.manifest import CommitRecord, SampleEntry
+from schemas.manifest import CommitRecord
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -98,6 +99,7 @@ def _zarr_samples(store: Store, record: CommitRecord) -> Iterator[tuple[str, Arr
     with store.fs.local_copy(record.segment) as folder:
         arrays = {name: np.asarray(array[...]) for name, array in zarr.open_group(folder, mode="r").arrays()}
     lengths = [entry.tokens for entry in record.samples]
+    places = _places(record, arrays.pop(SHARED_ROWS, None))
     for number, entry in enumerate(record.samples):
         tokens = slice(entry.start, entry.start + entry.tokens)
         sample = {**arrays, INPUT_IDS: arrays[INPUT_IDS][tokens], LOSS_MASK: arrays[LOSS_MASK][tokens]}
@@ -106,18 +108,33 @@ def _zarr_samples(store: Store, record: CommitRecord) -> Iterator[tuple[str, Arr
             sample[FINAL_ROWS] = arrays[FINAL_ROWS][entry.final_start : entry.final_start + entry.final_rows]
         for group in groups_of(store.capture):
             if group.fields:
-                sample |= _zarr_group(group, arrays, entry, group.fine_rows(arrays[LOSS_MASK], lengths))
+                fine = group.fine_rows(arrays[LOSS_MASK], lengths)
+                rows = places[entry.id] if group.name == AUX else np.array(group.rows_of(entry), dtype=np.int64)
+                standing = None if fine is None else fine[np.unique(np.concatenate(list(places.values())), True)[1]]
+                sample |= _zarr_group(group, arrays, rows, standing)
         yield entry.id, sample
 
 
-def _zarr_group(
-    group: FieldGroup, arrays: Arrays, entry: SampleEntry, fine: np.ndarray | None
-) -> dict[str, np.ndarray]:
-    """Codes and small arrays of one sample, ``fine``: the classes of the unit's rows; raw rows are counted in the
-    sample."""
-    rows = group.rows_of(entry)
-    ends = range(rows.stop + 1) if group.masked is None or fine is None else ends_of(group.masked.pieces(fine))
-    part = {name: arrays[name][ends[rows.start] : ends[rows.stop]] for name in group.fields}
+def _places(record: CommitRecord, shared: np.ndarray | None) -> dict[str, np.ndarray]:
+    """The row of the aux arrays that each token of a sample has, int64 [t], restated from docs/format.md."""
+    places: dict[str, np.ndarray] = {}
+    free = 0
+    for number, entry in enumerate(record.samples):
+        owner, rows = (0, 0) if shared is None else shared[number].tolist()
+        numbers = np.arange(free, free + entry.tokens - rows)
+        places[entry.id] = np.concatenate([places[record.samples[owner].id][:rows], numbers]) if rows else numbers
+        free += len(numbers)
+    return places
+
+
+def _zarr_group(group: FieldGroup, arrays: Arrays, rows: np.ndarray, fine: np.ndarray | None) -> dict[str, np.ndarray]:
+    """Codes and small arrays of some rows, ``fine``: the classes of all of them; raw rows are counted in the sample."""
+    if group.masked is None or fine is None:
+        part = {name: arrays[name][rows] for name in group.fields}
+    else:
+        ends = ends_of(group.masked.pieces(fine))
+        pieces = np.concatenate([np.arange(ends[row], ends[row + 1]) for row in rows])
+        part = {name: arrays[name][pieces] for name in group.fields}
     for name, spec in group.codec.small.items():
         array = arrays[f"{group.name}_{name}"]
         if "T" in spec.axes:
@@ -125,8 +142,9 @@ def _zarr_group(
         part[f"{group.name}_{name}"] = array
     if RAW_INDEX in group.codec.small:
         index = arrays[f"{group.name}_{RAW_INDEX}"]
-        inside = (index[:, 1] >= rows.start) & (index[:, 1] < rows.stop)
-        part[f"{group.name}_{RAW_INDEX}"] = index[inside] - np.array([0, rows.start], dtype=index.dtype)
+        inside = np.isin(index[:, 1], rows)
+        part[f"{group.name}_{RAW_INDEX}"] = index[inside].copy()
+        part[f"{group.name}_{RAW_INDEX}"][:, 1] = np.searchsorted(rows, index[inside][:, 1])
         part[f"{group.name}_{RAW_ROWS}"] = arrays[f"{group.name}_{RAW_ROWS}"][inside]
     return part
 
@@ -154,6 +172,7 @@ def _tar_samples(store: Store, record: CommitRecord) -> Iterator[tuple[str, Arra
 
 _STOCK: dict[str, Callable[[Store, CommitRecord], Iterator[tuple[str, Arrays]]]] = {
     "zarr": _zarr_samples,
+    "zarr-shared": _zarr_samples,
     "webdataset": _tar_samples,
 }
 

@@ -1,9 +1,11 @@
 """Prepared DATA folders that fit a tiny target."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from hiddenstore.files import layout
 from hiddenstore.files.documents import seal, unseal
+from hiddenstore.records import Sample
 from hiddenstore.store import Store
 from hiddenstore.targets.identity import chat_template_sha256, tokenizer_sha256
 from hiddenstore.testing.builders import make_data
@@ -11,8 +13,8 @@ from schemas.prepared import PreparedData
 from tests.collectors.tiny import TEMPLATE, VOCAB, tiny_tokenizer
 
 
-def data_for_tiny(folder: Path, *, samples: int = 12, seed: int = 0, **change: object) -> Path:
-    """Random conversations under the digests of ``tiny_tokenizer``; ``change`` overrides fields of data.json."""
+def data_for_tiny(folder: Path, *, samples: int | Sequence[Sample] = 12, seed: int = 0, **change: object) -> Path:
+    """These or so many random conversations under the digests of ``tiny_tokenizer``; ``change``: other of data.json."""
     make_data(folder, samples=samples, seed=seed)
     path = folder / layout.DATA_JSON
     info = unseal(path.read_bytes(), PreparedData, str(path))

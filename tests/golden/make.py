@@ -108,6 +108,9 @@ def main() -> None:
     for container in ("zarr", "webdataset"):
         if not (STORES / f"images-{container}").exists():
             collect_images(STORES / f"images-{container}", container)
+    for name, recipe in {"compact-zarr-shared": "compact", "q4q3-zarr-shared": "aux=q4q3,final=q8"}.items():
+        if not (STORES / name).exists():
+            collect_shared(STORES / name, recipe)
     for name, plan in REBUILT_PLANS.items():
         if not (REBUILT / name).exists():
             make_store(REBUILT / name, plan)
@@ -225,6 +228,29 @@ def collect(folder: Path) -> None:
             command("advise", store)
     finally:
         shutil.rmtree(more)
+
+
+def collect_shared(folder: Path, recipe: str) -> None:
+    """Conversations of which most begin alike, one of them with all that another holds."""
+    more = folder.parent / "more"
+    more.mkdir()
+    rows = [about_numbers(number) for number in range(4)]
+    again = [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
+    rows += [[*rows[1], *again], [{"role": "user", "content": "Alone?"}, again[1]]]
+    (more / "more.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    words = ("--target", "target", "--layers", "0,1", "--device", "cpu", "--recipe", recipe)
+    try:
+        with chdir(GOLDEN):
+            second = more.relative_to(GOLDEN)
+            command("prepare", second / "more.jsonl", "-o", second / "data", "--target", "target", "--val", "0")
+            command("collect", second / "data", "-o", folder, *words, "--container", "zarr-shared")
+    finally:
+        shutil.rmtree(more)
+
+
+def about_numbers(number: int) -> list[dict[str, str]]:
+    question = {"role": "user", "content": f"You add what you are given. What is {number} and {number}?"}
+    return [question, {"role": "assistant", "content": f"It is {2 * number}."}]
 
 
 def collect_images(folder: Path, container: str) -> None:

@@ -32,7 +32,7 @@ from tests.golden.values import differences
 
 FACTS = json.loads(EXPECTED.read_text())
 NAMES = sorted(set(FACTS) - {"data"})
-OTHER = {"zarr": "webdataset", "webdataset": "zarr"}
+OTHER = {"zarr": "webdataset", "webdataset": "zarr", "zarr-shared": "webdataset"}
 
 
 @pytest.fixture(params=NAMES)
@@ -69,6 +69,16 @@ def test_files_of_several_pieces_of_a_digest_and_samples_with_images_are_among_t
     assert max(path.stat().st_size for path in STORES.rglob("samples.tar")) > PIECE_BYTES
     images = {name for name in NAMES if json.loads((STORES / name / "store.json").read_text())["format"] == 2}
     assert images == {"images-zarr", "images-webdataset"}
+
+
+def test_rows_that_stand_once_are_among_them() -> None:
+    for name in ("compact-zarr-shared", "q4q3-zarr-shared"):
+        store = hiddenstore.open(STORES / name)
+        (record,) = store.commits()
+        shared = store.zarr(record.unit)["shared_rows"][...]
+        assert sorted(shared[:, 1] > 0) == [False, False, True, True, True, True]
+        # One begins with all of another, which begins as a third does.
+        assert max(shared[:, 0]) > 0
 
 
 @pytest.mark.parametrize("container", ["zarr", "webdataset"])

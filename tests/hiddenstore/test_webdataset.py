@@ -103,7 +103,7 @@ def assert_reads_alike(one: SegmentReader, other: SegmentReader, choices: Sequen
 
 
 def test_every_container_a_store_may_name_is_there() -> None:
-    assert tuple(CONTAINERS) == ("zarr", "webdataset")
+    assert tuple(CONTAINERS) == ("zarr", "webdataset", "zarr-shared")
     with pytest.raises(ConfigError, match=r"unknown container 'webdatset'.*did you mean webdataset\?"):
         CONTAINERS["webdatset"]
 
