@@ -18,7 +18,7 @@ from hiddenstore.files.documents import flat, seal, sha256_hex
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.publish import indexed_revisions
-from hiddenstore.segments import default_container
+from hiddenstore.segments import CONTAINERS, default_container
 from hiddenstore.store import Store, tables_of
 from hiddenstore.targets.identity import cast_hint
 from schemas.base import FORMAT_VERSION, IMAGES_FORMAT
@@ -145,7 +145,8 @@ def write_unit(
     """
     from hiddenstore.segments.encode import encode_records
 
-    encoded = encode_records(unit, records, store.capture) if records else None
+    one_prefix = CONTAINERS[store.manifest.container].shares_rows
+    encoded = encode_records(unit, records, store.capture, one_prefix=one_prefix) if records else None
     return write_encoded_unit(store, unit, input_digest, encoded, rejects, engine, revision, recaptured)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from collectors.targets.layers import LayerChoice
+from hiddenstore.codecs import get_layout
 from hiddenstore.codecs.recipes import RECIPES, get_recipe, recipe_name
 from hiddenstore.errors import ConfigError
 from hiddenstore.fs import open_filesystem
@@ -16,7 +17,7 @@ from hiddenstore.inspect.room import Counts, room_for
 from hiddenstore.inspect.room import shortage as room_lacking
 from hiddenstore.segments import CONTAINERS, default_container
 from hiddenstore.segments.base import Container, unit_tokens
-from hiddenstore.segments.zarr_shared import ZARR_SHARED, shared_rows
+from hiddenstore.segments.prefixes import PrefixTree, key_of
 from hiddenstore.store import Store
 from hiddenstore.targets.blocks import block_parameters, require_blocks
 from hiddenstore.targets.calibration import slice_tokens
@@ -92,7 +93,7 @@ def make_plan(
         and (item.final != REBUILT or item == codecs or _can_rebuild(folder, capture))
     }
     shared = shared_share(prepared, capture)
-    counts = _counts(info, capture, shared if container == ZARR_SHARED.name else 0.0)
+    counts = _counts(info, capture, shared if CONTAINERS[container].shares_rows else 0.0)
     rows = sorted(
         (_estimate(info, counts, capture, *item, CONTAINERS[container], folder.config) for item in usable.items()),
         key=lambda row: -row.bytes_stored,
@@ -104,10 +105,12 @@ def make_plan(
 
 def shared_share(prepared: PreparedInput, capture: CaptureSpec) -> float:
     """The share of the tokens in prefixes that ``zarr-shared`` stores once, of the first million of them."""
-    tokens = shared = 0
+    layout, tokens, shared = get_layout(capture.codecs.aux), 0, 0
     for unit in prepared.units(unit_tokens(capture)):
-        rows = shared_rows([sample.input_ids for sample in unit.samples], lambda _sample, _owner, common: common)
-        tokens, shared = tokens + int(rows.lengths.sum()), shared + int(rows.rows.sum())
+        tree = PrefixTree()
+        for sample in unit.samples:
+            tokens += sample.tokens
+            shared += tree.add(key_of(sample.input_ids, sample.loss_mask, sample.images, layout))[1]
         if tokens >= _TOKENS_READ:
             break
     return shared / max(1, tokens)

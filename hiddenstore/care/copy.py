@@ -395,8 +395,9 @@ class Copy:
         return sum(self.is_verbatim(unit) for unit in self.units)
 
     def bytes_to_write(self) -> int:
-        """What the units take in the destination, about: those that keep their codes what they take now."""
-        origins = [(unit.origin[1], self.keeps_codes(unit)) for unit in self.units if unit.origin is not None]
+        """What the units take in the destination, about: those that keep their codes what they take now, unless their
+        container keeps rows once and the destination's does not."""
+        origins = [(unit.origin[1], self._keeps_size(unit)) for unit in self.units if unit.origin is not None]
         kept = sum(record.bytes_stored for record, keeps in origins if keeps)
         entries = [entry for record, keeps in origins if not keeps for entry in record.samples]
         if names := {name for unit in self.units if unit.origin is None for name in unit.samples}:
@@ -414,6 +415,12 @@ class Copy:
         if unit.origin is None or unit.origin[0].capture.aux_layers != self.destination.capture.aux_layers:
             return False
         return self.keeps_codes(unit) and unit.origin[0].manifest.container == container
+
+    def _keeps_size(self, unit: CopyUnit) -> bool:
+        """Whether what a unit takes now says what it will take: rows that stand once do so in one container alone."""
+        if unit.origin is None or not self.keeps_codes(unit):
+            return False
+        return not CONTAINERS[unit.origin[0].manifest.container].shares_rows or self.is_verbatim(unit)
 
     def keeps_codes(self, unit: CopyUnit) -> bool:
         """Whether nothing of a unit is decoded: it stays one unit, and its codecs are those of the destination."""

@@ -17,6 +17,7 @@ from hiddenstore.errors import CorruptionError, Kind
 from hiddenstore.files import layout
 from hiddenstore.files.digests import digest_for, mismatch
 from hiddenstore.records import Record, Sample
+from hiddenstore.segments import CONTAINERS
 from hiddenstore.segments.base import EncodedUnit, FieldGroup, groups_of, small_of_rows
 from hiddenstore.segments.encode import encode_records, layer_stats, with_raw_rows
 from hiddenstore.segments.rows import ends_of
@@ -283,12 +284,13 @@ def _recaptured_unit(
 ) -> EncodedUnit | None:
     """Stored and new samples in the order of the input; None without any."""
     stored = list(stored_samples(store, old, range(len(old.samples))))
+    one_prefix = CONTAINERS[store.manifest.container].shares_rows
     if not stored:
-        return encode_records(old.unit, records, store.capture) if records else None
+        return encode_records(old.unit, records, store.capture, one_prefix=one_prefix) if records else None
     before = unit_of(old.unit, store.capture, stored, old.stats)
     if not records:
         return before
-    new = samples_of(encode_records(old.unit, records, store.capture, joins=before), store.capture)
+    new = samples_of(encode_records(old.unit, records, store.capture, before, one_prefix), store.capture)
     places = {name: place for place, name in enumerate(pending.order)}
     parts = sorted([*stored, *new], key=lambda part: places[part.entry.id])
     return unit_of(old.unit, store.capture, parts)

@@ -177,6 +177,8 @@ class Container(Protocol):
     """What ``store.json`` and ``--container`` call it."""
     samples_apart: bool
     """Whether every sample has its own bytes, so that no compressed chunk spans two."""
+    shares_rows: bool
+    """Whether rows of the aux layers stand once that samples of a unit begin alike with."""
 
     def write(self, fs: Filesystem, path: str, unit: EncodedUnit, capture: CaptureSpec) -> list[FileEntry]:
         """Write a unit as new files under the folder ``path``; each is durable, their names not yet."""

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hiddenstore.codecs import get_codec
+from hiddenstore.codecs import get_codec, get_layout
 from hiddenstore.codecs.affine import AffineCodec
 from hiddenstore.codecs.base import RAW_INDEX, Codec, EncodedLayers, MaskedCodec
 from hiddenstore.codecs.topk import pack_rows
 from hiddenstore.records import Record
 from hiddenstore.segments.base import EncodedUnit
+from hiddenstore.segments.prefixes import Parts, with_one_prefix
 from schemas import FINAL, CaptureSpec, LayerStats, SampleEntry, field_name
 
 _STATS_ELEMENTS = 1 << 18
@@ -27,11 +28,17 @@ _JOINED_ELEMENTS = 1 << 16
 
 
 def encode_records(
-    unit: str, records: Sequence[Record], capture: CaptureSpec, joins: EncodedUnit | None = None
+    unit: str,
+    records: Sequence[Record],
+    capture: CaptureSpec,
+    joins: EncodedUnit | None = None,
+    one_prefix: bool = False,
 ) -> EncodedUnit:
     """Run the store's codecs over the records of one unit, layer by layer.
 
-    ``joins`` is the unit that these samples become part of: they are encoded by its channel statistics.
+    ``joins`` is the unit that these samples become part of: they are encoded by its channel statistics. With
+    ``one_prefix`` what samples begin alike with gets the codes of the first of them, for a container that keeps it
+    once.
 
     The codes of ``bf16`` and ``lossless`` may be views of the records: their memory must not change before they are
     written. Raises ValueError: a record's shapes or types are not those of the capture."""
@@ -40,7 +47,9 @@ def encode_records(
     stats: dict[str, LayerStats] = {}
     width = capture.target.hidden_size
     slots = [capture.aux_layers.index(layer) for layer in capture.stored_layers]
-    layers = ([record.aux[k] for record in records] for k in slots)
+    layout = get_layout(capture.codecs.aux)
+    parts = with_one_prefix(records, slots, layout) if one_prefix else _whole(records)
+    layers = ([records[number].aux[k, start:stop] for of in parts for number, start, stop in of] for k in slots)
     shared = ({}, {}) if joins is None else (joins.aux.small, joins.final.small)
     names = [field_name(layer) for layer in capture.stored_layers]
     loss_mask = _joined([record.sample.loss_mask for record in records], "uint8", (0,))
@@ -66,6 +75,10 @@ def encode_records(
         final=final,
         stats=stats,
     )
+
+
+def _whole(records: Sequence[Record]) -> list[Parts]:
+    return [[(number, 0, record.sample.tokens)] for number, record in enumerate(records)]
 
 
 class RowStats:

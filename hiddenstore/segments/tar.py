@@ -76,6 +76,7 @@ class WebDatasetContainer:
 
     name = "webdataset"
     samples_apart = True
+    shares_rows = False
 
     def write(self, fs: Filesystem, path: str, unit: EncodedUnit, capture: CaptureSpec) -> list[FileEntry]:
         with HashedFile(fs, path, TAR) as file:

@@ -8,7 +8,7 @@ Shapes: L layers asked for, T tokens of the unit, t rows of one sample, D width,
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,7 +21,6 @@ from hiddenstore.codecs.base import (
     RAW_ROWS,
     CodeLayout,
     Encoded,
-    EncodedLayers,
     MaskedCodec,
     fresh,
     joined_small,
@@ -76,12 +75,15 @@ class ZarrContainer:
 
     name = "zarr"
     samples_apart = False
+    shares_rows = False
 
     def write(self, fs: Filesystem, path: str, unit: EncodedUnit, capture: CaptureSpec) -> list[FileEntry]:
         files = write_plain(fs, path, unit, capture)
         for group in groups_of(capture):
             fine = group.fine_rows(unit.loss_mask, [entry.tokens for entry in unit.samples])
-            files += write_states(fs, path, group, unit.encoded(group), fine, capture.target.hidden_size)
+            states = unit.encoded(group)
+            files += write_states(fs, path, group, states.codes, fine, capture.target.hidden_size)
+            files += write_small(fs, path, group, states.small)
         return files
 
     def open(self, fs: Filesystem, path: str, record: CommitRecord, capture: CaptureSpec) -> "ZarrUnit":
@@ -114,9 +116,9 @@ class ZarrContainer:
 ZARR = ZarrContainer()
 
 
-def write_plain(fs: Filesystem, path: str, unit: EncodedUnit, capture: CaptureSpec) -> list[FileEntry]:
-    """The group of a unit and its arrays beside the states."""
-    files = [write_group(fs, path, unit_attributes(unit.unit, capture))]
+def write_plain(fs: Filesystem, path: str, unit: EncodedUnit, capture: CaptureSpec, **notes: object) -> list[FileEntry]:
+    """The group of a unit, with ``notes`` among its attributes, and its arrays beside the states."""
+    files = [write_group(fs, path, unit_attributes(unit.unit, capture) | notes)]
     plain = [
         (INPUT_IDS, ("token",), unit.input_ids),
         (LOSS_MASK, ("token",), unit.loss_mask),
@@ -130,14 +132,24 @@ def write_plain(fs: Filesystem, path: str, unit: EncodedUnit, capture: CaptureSp
 
 
 def write_states(
-    fs: Filesystem, path: str, group: FieldGroup, states: EncodedLayers, fine: np.ndarray | None, width: int
+    fs: Filesystem,
+    path: str,
+    group: FieldGroup,
+    layers: Iterable[Sequence[Tensor]],
+    fine: np.ndarray | None,
+    width: int,
 ) -> Iterator[FileEntry]:
-    """The arrays of a group, and whether each row is fine, bool [T], where its codec has classes."""
-    for name, codes in zip(group.fields, states.codes, strict=True):
+    """The code arrays of a group, each of parts [t, C] end to end; whether rows are fine, bool [T], where its codec
+    has classes."""
+    for name, codes in zip(group.fields, layers, strict=True):
         shape = group.stored_shape(sum(map(len, codes)), fine, width)
         spec = _code_spec(group, shape, name, width)
         yield from write_sharded(fs, path, name, spec, group.stored((rows.cpu().numpy() for rows in codes), fine))
-    for name, values in states.small.items():
+
+
+def write_small(fs: Filesystem, path: str, group: FieldGroup, small: Mapping[str, np.ndarray]) -> Iterator[FileEntry]:
+    """The small arrays of a group."""
+    for name, values in small.items():
         spec = _small_spec(group.codec, name, values.shape)
         yield from write_array(fs, path, f"{group.name}_{name}", spec, values)
 

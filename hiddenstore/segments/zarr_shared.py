@@ -1,59 +1,55 @@
-"""The Zarr container in which samples of a unit share rows. What two conversations have in common from their first
-token on, such as a system prompt, tools, or the turns before, has the same states in every aux layer: it stands once,
-in the first sample that has it, and one more array tells where.
+"""The Zarr container in which samples of a unit share rows: what they begin alike with stands once, with the first that
+has it, and one more array tells where. Rows are shared whose codes are equal, so nothing is read otherwise than from
+``hiddenstore.segments.zarr``, which has the form of everything else. Measurements: docs/design/023.
 
-Everything else, and every array's form, is that of ``hiddenstore.segments.zarr``. Measurements: docs/design/023.
-
-Shapes: S samples of a unit, T tokens of all of them, t of one, N raw rows.
+Shapes: S samples of a unit, T tokens of all of them, t of one, C columns of the codes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hiddenstore.codecs import get_codec
 from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, CodeLayout, Encoded, EncodedLayers, MaskedCodec, rows_at
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.segments.base import AUX, INPUT_IDS, EncodedUnit, FieldGroup, Overhead, groups_of
 from hiddenstore.segments.many import NotTogetherError
+from hiddenstore.segments.prefixes import PrefixTree, equal_rows, key_of
 from hiddenstore.segments.rows import SharedRows, ends_of
-from hiddenstore.segments.zarr import ZarrContainer, ZarrUnit, write_plain, write_states
+from hiddenstore.segments.zarr import ZarrContainer, ZarrUnit, write_plain, write_small, write_states
 from hiddenstore.segments.zarr_arrays import ArraySpec, write_array
 from schemas import CaptureSpec, CommitRecord, FileEntry
 
 SHARED_ROWS = "shared_rows"
-BLOCK = 16
-"""Tokens of the shortest prefix that is shared: a read more costs more than fewer rows."""
-
-# Rounding in batches of other lengths moves a row by a few percent, another layer or token by most of it; where an
-# expert is chosen otherwise, single rows by more.
-_ALIKE, _SHARE_ALIKE = 0.1, 0.9
-_ROWS_COMPARED = 64
 _ENTRY_BYTES = 8
+_NOTE = (
+    "(owner, n) a sample: its first n rows of the aux arrays are those of sample owner and stand there once; so these "
+    "arrays have the other rows of each sample end to end, and start and tokens of the commit record do not count them"
+)
 
 
 class SharedZarrContainer(ZarrContainer):
     """Arrays of a unit as files of a Zarr v3 group, prefixes once."""
 
     name = "zarr-shared"
+    shares_rows = True
 
     def write(self, fs: Filesystem, path: str, unit: EncodedUnit, capture: CaptureSpec) -> list[FileEntry]:
-        files, shared = write_plain(fs, path, unit, capture), prefixes(unit, capture)
+        aux, final = groups_of(capture)
+        codes = [[part.cpu() for part in layer] for layer in unit.aux.codes]
+        shared = equal_prefixes(replace(unit, aux=EncodedLayers(codes, unit.aux.small)), aux)
+        files = write_plain(fs, path, unit, capture, shared_rows=_NOTE)
         spec = ArraySpec(shared.array.shape, "int32", ("sample", "owner_rows"))
         files += write_array(fs, path, SHARED_ROWS, spec, shared.array)
-        for group in groups_of(capture):
-            states, fine = unit.encoded(group), group.fine_rows(unit.loss_mask, shared.lengths)
-            if group.name == AUX and shared.rows.any():
-                states, fine = (
-                    _standing(group.codec, states, shared.stands),
-                    None if fine is None else fine[shared.stands],
-                )
-            files += write_states(fs, path, group, states, fine, capture.target.hidden_size)
-        return files
+        fine, width = aux.fine_rows(unit.loss_mask, shared.lengths), capture.target.hidden_size
+        standing = None if fine is None else fine[shared.stands]
+        files += write_states(fs, path, aux, (_select(layer, shared.stands) for layer in codes), standing, width)
+        files += write_small(fs, path, aux, _select_small(aux.codec, unit.aux.small, shared.stands))
+        files += write_states(fs, path, final, unit.final.codes, None, width)
+        return [*files, *write_small(fs, path, final, unit.final.small)]
 
     def open(self, fs: Filesystem, path: str, record: CommitRecord, capture: CaptureSpec) -> "SharedZarrUnit":
         return SharedZarrUnit(fs, path, record, capture)
@@ -70,6 +66,10 @@ ZARR_SHARED = SharedZarrContainer()
 class SharedZarrUnit(ZarrUnit):
     """One group in which ``shared_rows`` tells which rows of the aux layers stand in another sample."""
 
+    def __init__(self, fs: Filesystem, path: str, record: CommitRecord, capture: CaptureSpec) -> None:
+        super().__init__(fs, path, record, capture)
+        self._aux = groups_of(capture)[0]
+
     @cached_property
     def _shared(self) -> SharedRows:
         array = self._array(SHARED_ROWS, "int32", (len(self._record.samples), 2))
@@ -77,10 +77,23 @@ class SharedZarrUnit(ZarrUnit):
             shared = SharedRows.read(array, self._sample_places[:, 1])
         except ValueError as error:
             raise self._files.misfit(SHARED_ROWS, str(error)) from error
-        if (other := shared.unequal(self._plain(INPUT_IDS))) is not None:
-            sample = self._record.samples[other].id
-            raise self._files.misfit(SHARED_ROWS, f"sample {sample} has other tokens than the rows it shares")
+        if (fault := self._fault(shared)) is not None:
+            raise self._files.misfit(SHARED_ROWS, fault)
         return shared
+
+    def _fault(self, shared: SharedRows) -> str | None:
+        """Rows that are shared are of the same tokens and classes, and no image is among them."""
+        samples, masked = self._record.samples, self._aux.masked
+        key = 2 * self._plain(INPUT_IDS).astype(np.int64)
+        if masked is not None:
+            key += super().fine_rows(masked)
+        if (number := shared.unequal(key)) is not None:
+            return f"sample {samples[number].id} has other tokens, or rows in other bits, than the rows it shares"
+        for number in np.flatnonzero(shared.rows).tolist():
+            images = (*samples[number].images, *samples[shared.owners[number]].images)
+            if any(image.start < shared.rows[number] for image in images):
+                return f"sample {samples[number].id} shares rows of an image"
+        return None
 
     def group_rows(self, group: FieldGroup) -> int:
         return int(self._shared.ends[-1]) if group.name == AUX else super().group_rows(group)
@@ -110,96 +123,79 @@ def _numbers(runs: Sequence[range]) -> np.ndarray:
     return np.concatenate([np.arange(run.start, run.stop) for run in runs])
 
 
-def _standing(codec: CodeLayout, states: EncodedLayers, stands: np.ndarray) -> EncodedLayers:
-    """States of the rows that stand with their own sample, bool [T]."""
+def _select(codes: Sequence[Tensor], stands: np.ndarray) -> list[Tensor]:
+    """The rows of parts [t, C] that stand with their own sample, bool [T]."""
+    parts, start = [], 0
+    for part in codes:
+        rows = stands[start : start + len(part)]
+        start += len(part)
+        parts.append(part if rows.all() else part[torch.from_numpy(rows)])
+    return parts
 
-    def select(codes: Sequence[Tensor]) -> Iterator[Tensor]:
-        start = 0
-        for block in codes:
-            rows = stands[start : start + len(block)]
-            start += len(block)
-            yield block if rows.all() else block[torch.from_numpy(np.flatnonzero(rows)).to(block.device)]
 
-    small = dict(states.small)
+def _select_small(codec: CodeLayout, small: Mapping[str, np.ndarray], stands: np.ndarray) -> dict[str, np.ndarray]:
+    """The same of small arrays."""
+    arrays = dict(small)
     for name, spec in codec.small.items():
-        if "T" in spec.axes:
-            small[name] = np.compress(stands, small[name], axis=spec.axes.index("T"))
-    if RAW_INDEX in small:
-        layer, row = small[RAW_INDEX].T
+        if name in arrays and "T" in spec.axes:
+            arrays[name] = np.compress(stands, arrays[name], axis=spec.axes.index("T"))
+    if RAW_INDEX in arrays:
+        layer, row = arrays[RAW_INDEX].T
         stays, number = stands[row], np.cumsum(stands) - 1
-        small[RAW_INDEX] = np.stack([layer[stays], number[row[stays]]], axis=1).astype(np.int32)
-        small[RAW_ROWS] = small[RAW_ROWS][stays]
-    return EncodedLayers([list(select(codes)) for codes in states.codes], small)
+        arrays[RAW_INDEX] = np.stack([layer[stays], number[row[stays]]], axis=1).astype(np.int32)
+        arrays[RAW_ROWS] = arrays[RAW_ROWS][stays]
+    return arrays
 
 
-Limit = Callable[[int, int, int], int]
-"""Given a sample, one before it and how many leading tokens they have in common: how many of these rows to share."""
+def equal_prefixes(unit: EncodedUnit, aux: FieldGroup) -> SharedRows:
+    """The prefixes of samples that have the same codes, and beside them the same small arrays, in every stored layer;
+    codes on the CPU. Nothing is shared where no layer is stored."""
+    lengths = np.array([entry.tokens for entry in unit.samples], dtype=np.int64)
+    ends, rows_of = ends_of(lengths), _Rows(unit.aux, aux)
+    tree, pairs = PrefixTree(), []
+    for number, entry in enumerate(unit.samples):
+        start, stop = int(ends[number]), int(ends[number + 1])
+
+        def equal(owner: int, rows: int, start: int = start) -> int:
+            return rows_of.equal(start, int(ends[owner]), rows)
+
+        key = key_of(unit.input_ids[start:stop], unit.loss_mask[start:stop], entry.images, aux.codec)
+        pairs.append(tree.add(key, equal) if aux.fields else (0, 0))
+    owners, rows = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    return SharedRows(lengths, owners, rows)
 
 
-def prefixes(unit: EncodedUnit, capture: CaptureSpec) -> SharedRows:
-    """The prefixes that samples of a unit share. One ends before an image, which equal tokens may stand for, where one
-    of both samples has a row in fewer bits than the other, and is none where the states differ by more than rounding
-    explains."""
-    (aux, _), tokens = groups_of(capture), [entry.tokens for entry in unit.samples]
-    ends = ends_of(tokens)
-    fine, states = aux.fine_rows(unit.loss_mask, tokens), _Decoded(unit, capture)
+class _Rows:
+    """What the rows of a unit are stored as, in every layer."""
 
-    def limit(sample: int, owner: int, rows: int) -> int:
-        rows = min([rows, *(image.start for number in (sample, owner) for image in unit.samples[number].images)])
-        if fine is not None:
-            rows = _equal(fine[ends[sample] :], fine[ends[owner] :], rows)
-        is_alike = rows >= BLOCK and states.alike(int(ends[sample]), int(ends[owner]), rows)
-        return rows if is_alike else 0
+    def __init__(self, states: EncodedLayers, group: FieldGroup) -> None:
+        self._codes = [[part.numpy() for part in layer] for layer in states.codes]
+        self._ends = [ends_of([len(part) for part in layer]) for layer in self._codes]
+        self._small = [
+            np.moveaxis(states.small[name], spec.axes.index("T"), 0)
+            for name, spec in group.codec.small.items()
+            if name in states.small and "T" in spec.axes
+        ]
+        index, raw = states.small.get(RAW_INDEX, np.zeros((0, 2), np.int32)), states.small.get(RAW_ROWS, ())
+        self._raw = {(int(row), int(layer)): values.tobytes() for (layer, row), values in zip(index, raw, strict=True)}
+        self._raw_layers = range(len(states.codes)) if len(index) else range(0)
 
-    return shared_rows([unit.input_ids[start:stop] for start, stop in pairwise(ends.tolist())], limit)
+    def equal(self, one: int, other: int, rows: int) -> int:
+        """How many of the ``rows`` from ``one`` and from ``other`` on are the same."""
+        for array in self._small:
+            rows = equal_rows(array[one : one + rows], array[other : other + rows])
+        for layer in range(len(self._codes)):
+            rows = equal_rows(self._run(layer, one, rows), self._run(layer, other, rows))
+        for row in range(rows):
+            if any(self._raw.get((one + row, k)) != self._raw.get((other + row, k)) for k in self._raw_layers):
+                return row
+        return rows
 
-
-class _Decoded:
-    """What rows of a unit decode to, a few of them at a time."""
-
-    def __init__(self, unit: EncodedUnit, capture: CaptureSpec) -> None:
-        self._unit, self._codec = unit, get_codec(capture.codecs.aux)
-        self._joined: Encoded | None = None
-
-    def alike(self, sample: int, owner: int, rows: int) -> bool:
-        """Whether rows from ``sample`` and from ``owner`` on are the same states, by some that are spread over them."""
-        if self._joined is None:
-            joined = self._unit.aux.joined()
-            self._joined = Encoded([codes.cpu() for codes in joined.codes], joined.small)
-        if not self._joined.codes:
-            return True
-        spread = np.unique(np.linspace(0, rows - 1, min(rows, _ROWS_COMPARED)).astype(np.int64))
-        places = np.concatenate([sample + spread, owner + spread])
-        pair = rows_at(self._codec.small, self._joined, places)
-        one, other = self._codec.decode(pair).float().tensor_split(2, dim=1)
-        near = torch.linalg.vector_norm(one - other, dim=2) <= _ALIKE * torch.linalg.vector_norm(other, dim=2)
-        return bool((near.float().mean(dim=1) >= _SHARE_ALIKE).all())
-
-
-def shared_rows(tokens: Sequence[np.ndarray], limit: Limit) -> SharedRows:
-    """The longest prefix that each sample int32 [t] has in common with one before it, of equals with the first of them;
-    what ``limit`` leaves of it, where that is ``BLOCK`` rows or more."""
-    nodes: dict[tuple[int, bytes], int] = {}
-    firsts: list[int] = []
-    owners, rows = np.zeros(len(tokens), dtype=np.int64), np.zeros(len(tokens), dtype=np.int64)
-    for sample, ids in enumerate(tokens):
-        node, depth, owner = -1, 0, 0
-        for start in range(0, len(ids) - BLOCK + 1, BLOCK):
-            # A block is known by the blocks before it, so no two prefixes are taken for one.
-            node = nodes.setdefault((node, ids[start : start + BLOCK].tobytes()), len(firsts))
-            if node == len(firsts):
-                firsts.append(sample)
-            elif firsts[node] != sample:
-                depth, owner = start + BLOCK, firsts[node]
-        if depth:
-            depth = limit(sample, owner, depth + _equal(ids[depth:], tokens[owner][depth:]))
-        if depth >= BLOCK:
-            owners[sample], rows[sample] = owner, depth
-    return SharedRows(np.array([len(ids) for ids in tokens], dtype=np.int64), owners, rows)
-
-
-def _equal(one: np.ndarray, other: np.ndarray, most: int | None = None) -> int:
-    """How many of the first values of two arrays are equal, before the first that is not."""
-    size = min(len(one), len(other)) if most is None else most
-    places = np.flatnonzero(one[:size] != other[:size])
-    return int(places[0]) if len(places) else size
+    def _run(self, layer: int, first: int, rows: int) -> np.ndarray:
+        ends, parts = self._ends[layer], self._codes[layer]
+        number, found = int(np.searchsorted(ends, first, side="right")) - 1, []
+        while rows > 0:
+            part = parts[number][first - ends[number] :][:rows]
+            found.append(part)
+            first, rows, number = first + len(part), rows - len(part), number + 1
+        return found[0] if len(found) == 1 else np.concatenate(found) if found else parts[0][:0]

@@ -16,7 +16,8 @@ from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.data import TokenBatches
 from hiddenstore.errors import CorruptionError, FormatError
 from hiddenstore.records import Record, Sample, sample_id
-from hiddenstore.segments.zarr_shared import BLOCK, SHARED_ROWS
+from hiddenstore.segments.prefixes import BLOCK
+from hiddenstore.segments.zarr_shared import SHARED_ROWS
 from hiddenstore.store import Store
 from hiddenstore.verify import verify
 from schemas.manifest import ROLES
@@ -224,6 +225,44 @@ def test_damage_in_a_shared_row_names_every_sample_that_has_it_and_is_captured_a
         torch.testing.assert_close(again.read(name).aux.float(), aux.float(), rtol=0.02, atol=0.02)
 
 
+def test_a_sample_that_is_captured_again_changes_none_that_stayed(
+    tmp_path: Path, options: CollectOptions, once: Collected
+) -> None:
+    store = own_copy(once("raw"), tmp_path / "store")
+    before = {name: bits(store.read(name)) for name in store.sample_ids}
+    record = store.commits()[0]
+    path = Path(store.path, record.segment, "final/c/0/0")
+    data = bytearray(path.read_bytes())
+    data[3] ^= 1
+    path.write_bytes(data)
+    repair_all(store.path)
+    stayed = set(Store.open(store.path).sample_ids)
+    assert record.samples[0].id in set(before) - stayed
+    again = replace(options, store=store.path, recipe="raw", container="zarr-shared", batch_tokens=90, dtype="bf16")
+    collect(again, note=lambda _text: None)
+    whole = Store.open(store.path)
+    assert set(whole.sample_ids) == set(before)
+    assert all(bits(whole.read(name)) == before[name] for name in stayed)
+    assert any(bits(whole.read(name)) != before[name] for name in set(before) - stayed)
+
+
+def test_a_copy_of_codes_into_it_changes_no_bit(tmp_path: Path, once: Collected) -> None:
+    for recipe in ("raw", "compact"):
+        source = once(recipe, "zarr")
+        run_copy(open_copy([source], tmp_path / recipe, container="zarr-shared"))
+        copied = Store.open(tmp_path / recipe)
+        assert [bits(copied.read(n)) for n in source.sample_ids] == [bits(source.read(n)) for n in source.sample_ids]
+    opened = open_copy([once("raw")], tmp_path / "back", container="zarr")
+    expected = opened.bytes_to_write()
+    assert run_copy(opened).bytes_written < 1.1 * expected
+
+
+def test_drafters_of_the_final_hidden_alone_have_nothing_to_share(tmp_path: Path, options: CollectOptions) -> None:
+    options = replace(options, store=tmp_path / "store", layers="medusa", container="zarr-shared")
+    collect(options, note=lambda _text: None)
+    assert verify(options.store, "bytes", also_stock=True).ok
+
+
 def test_a_lost_record_is_made_again_from_its_segment(tmp_path: Path, once: Collected) -> None:
     store = own_copy(once("compact"), tmp_path / "store")
     before = {name: bits(store.read(name)) for name in store.sample_ids}
@@ -263,7 +302,7 @@ def rewritten(store: Store, place: Path, array: np.ndarray) -> Store:
         (lambda a: a.__setitem__((1, 0), 5), "that its samples do not have"),
         (lambda a: a.__setitem__((1, 1), -1), "that its samples do not have"),
         (lambda a: a.__setitem__((1, 1), 1 << 20), "that its samples do not have"),
-        (lambda a: a.__setitem__((3, slice(None)), (0, 16)), "other tokens than the rows it shares"),
+        (lambda a: a.__setitem__((3, slice(None)), (0, 16)), "has other tokens, or rows in other bits"),
     ],
 )
 def test_shared_rows_that_cannot_be_are_refused(tmp_path: Path, once: Collected, change: object, message: str) -> None:
