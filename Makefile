@@ -4,11 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
-# Of what is installed a part is imported: that is compiled when it is.
-export PIP_NO_COMPILE := 1
+# Of what is installed a part is imported: that is compiled when it is, and kept. Of an option that begins with "no"
+# pip takes the variable for its opposite: 0 is --no-compile.
+export PIP_NO_COMPILE := 0
+export PYTHONDONTWRITEBYTECODE :=
 # Spinning OpenMP threads cost up to 15x on a shared CPU.
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
+# Tests write hundreds of thousands of small files and sync each of them: in memory, where there is room for it, in a
+# fraction of the time. What docs/ tells a reader to type, the wheel, the demos and `make reliability` run on the disk.
+MEMORY_KB := $(shell awk '/^MemAvailable/ {print $$2}' /proc/meminfo 2>/dev/null)
+SHARED_KB := $(shell df -Pk /dev/shm 2>/dev/null | awk 'END {print $$4}')
+IN_MEMORY := $(shell test "$(MEMORY_KB)" -gt 12000000 -a "$(SHARED_KB)" -gt 4000000 2>/dev/null && echo TMPDIR=/dev/shm)
 
 .PHONY: install environments engines demo demo-quick demo-llm demo-llm-quick test check docs test-parity test-engines test-llamacpp test-llamacpp-llm test-objects test-pages test-ray test-cuda test-transformers-457 reliability release wheel-smoke bench bench-storage bench-train schemas clean
 
@@ -42,7 +49,7 @@ demo-llm-quick: install $(if $(ENGINE_PYTHON),,$(VENV)-engines/.installed)
 	$(BIN)/hiddenstore demo --target smollm2 --quick $(if $(MODEL),--model $(MODEL)) --engine-python $(ENGINE)
 
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	$(IN_MEMORY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 check: install
 	$(BIN)/ruff check .
@@ -75,11 +82,11 @@ reliability: install $(VENV)-objects/.installed
 BROWSER = $(firstword $(foreach name,chromium chromium-browser google-chrome google-chrome-stable,$(shell command -v $(name) 2>/dev/null)))
 test-pages: install
 	$(if $(BROWSER),,apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium)
-	BROWSER_REQUIRED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "pages or not pages" tests/pages
+	$(IN_MEMORY) BROWSER_REQUIRED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "pages or not pages" tests/pages
 
 # Numbers against installed peers, in an environment of their own (their pins differ from ours).
 test-parity: $(VENV)-parity/.installed
-	OMP_NUM_THREADS=1 $(VENV)-parity/bin/python -m pytest -q -m parity tests/parity
+	$(IN_MEMORY) OMP_NUM_THREADS=1 $(VENV)-parity/bin/python -m pytest -q -m parity tests/parity
 
 $(VENV)-parity/.installed: tests/parity/requirements.txt tests/parity/requirements-no-deps.txt constraints.txt
 	$(PYTHON) -m venv $(VENV)-parity
@@ -91,9 +98,9 @@ $(VENV)-parity/.installed: tests/parity/requirements.txt tests/parity/requiremen
 # A real vLLM on CPU runs what export wrote; RESULTS=benchmarks/results also writes what it accepted. Without its own
 # OpenMP, loaded first, it is ten times slower; a core binding of its own would hold both workers on one core.
 test-engines: $(VENV)-engines/.suffix
-	LD_PRELOAD=$(CURDIR)/$(VENV)-engines/lib/libiomp5.so OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
-		VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_NO_USAGE_STATS=1 \
-		$(VENV)-engines/bin/python -m pytest -q -m engines -n 2 --dist loadfile tests/engines $(if $(RESULTS),--results $(RESULTS))
+	$(IN_MEMORY) LD_PRELOAD=$(CURDIR)/$(VENV)-engines/lib/libiomp5.so OMP_NUM_THREADS=1 \
+		VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_NO_USAGE_STATS=1 \
+		$(VENV)-engines/bin/python -m pytest -q -m engines -n 2 --dist loadfile --no-loadscope-reorder tests/engines $(if $(RESULTS),--results $(RESULTS))
 
 # A vLLM for CPU, beside ours: its pins of torch and transformers are not ours.
 # torchvision and its like come built for CUDA and break every import of transformers beside a torch for CPU.
@@ -122,7 +129,7 @@ $(VENV)-engines/.suffix: tests/engines/requirements-suffix.txt $(VENV)-engines/.
 LLAMACPP_VERSION := 11434.0.0
 LLAMACPP := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hiddenstore/llamacpp-$(LLAMACPP_VERSION)-$(shell cc -march=native -dM -E - </dev/null 2>/dev/null | cksum | cut -d' ' -f1)
 test-llamacpp: install $(LLAMACPP)/.built
-	LLAMACPP=$(LLAMACPP) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m llamacpp tests/llamacpp \
+	$(IN_MEMORY) LLAMACPP=$(LLAMACPP) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m llamacpp tests/llamacpp \
 		--ignore tests/llamacpp/test_llamacpp_smollm2.py $(if $(RESULTS),--results $(RESULTS))
 
 # Three drafters of SmolLM2, ten minutes of a slow core: not in .ci/run, where vLLM serves one (`make demo-llm-quick`).
@@ -159,7 +166,7 @@ test-cuda: install
 ON_457 := adapter answer_ends calibrate check collect_commands collect_rebuilt crosscheck engine_trtllm families images \
 	job prepare regenerate target target_files template template_date thoughts
 test-transformers-457: $(VENV)-transformers457/.installed
-	OMP_NUM_THREADS=1 $(VENV)-transformers457/bin/python -m pytest -q -n 2 --dist loadfile $(ON_457:%=tests/collectors/test_%.py)
+	$(IN_MEMORY) OMP_NUM_THREADS=1 $(VENV)-transformers457/bin/python -m pytest -q -n 2 --dist loadfile $(ON_457:%=tests/collectors/test_%.py)
 
 $(VENV)-transformers457/.installed: $(VENV)/.installed
 	$(PYTHON) -m venv $(VENV)-transformers457

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 LONGEST = {
     "test_damage_sweep", "test_model", "test_crash_points", "test_collect_kill", "test_group", "test_run_lock",
     "test_other_house", "test_parallel", "test_resume", "test_invent", "test_regenerate", "test_run_pipeline",
+    "test_capture_kill", "test_engine_drafters", "test_engine_eagle3", "test_engine_families", "test_engine_mtp",
+    "test_engine_parallel", "test_from_clone_to_server", "test_three_engines",
 }  # fmt: skip
 
 
@@ -36,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, so that no worker of `make test` is left with one at the end."""
+    """The longest files first, so that no worker of `make test` or `make test-engines` is left with one at the end."""
     items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 

@@ -20,6 +20,7 @@ from collectors.targets.load import EngineTarget, LoadOptions, load_target, load
 from collectors.tokenize.prepare import PrepareOptions, prepare
 from hiddenstore.errors import ConfigError, Kind, StorageError
 from hiddenstore.process import Rank
+from hiddenstore.targets import matmul
 from hiddenstore.targets.checkpoint import weights_bytes
 from hiddenstore.targets.folder import open_target
 from tests.collectors.tiny import CONFIGS, VOCAB, save_target
@@ -333,6 +334,16 @@ def test_what_comparing_costs_is_said_before_the_copy_is_loaded_and_too_much_is_
     assert "--check hf compares all the same" in line
     line, loading = opened("hf", 1)
     assert (loading, "about 16 min on the CPU" in line) == ("loading", True)
+
+
+def test_comparing_is_timed_by_products_as_the_copy_computes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widened = []
+    monkeypatch.setattr(matmul, "HAS_BF16", False)
+    monkeypatch.setattr(matmul.WideLinear, "forward", lambda _layer, rows: widened.append(rows.dtype))
+    assert cpu_seconds(engine_target(save_target(tmp_path, dtype=torch.bfloat16)), 10_000) > 0
+    assert set(widened) == {torch.bfloat16}
 
 
 def test_a_mixture_of_experts_is_timed_by_the_experts_that_a_token_meets(tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
 """The bundled target, a small store of its own greedy answers, and drafters trained on it through the command line."""
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from click.testing import CliRunner
 from filelock import FileLock
@@ -17,6 +19,9 @@ from collectors.demo import TARGET_DIR
 from collectors.demo.corpus import conversations
 from hiddenstore.cli import main
 from hiddenstore.records import LOOP_SHARE, repeated_share
+from trainer.evaluate import speculate
+from trainer.evaluate.speculate import Generation
+from trainer.evaluate.target import LiveTarget
 
 QUESTIONS = 24
 NEW_TOKENS = 144
@@ -91,25 +96,56 @@ class EngineWorld:
         return str(out)
 
     def decoded(self, run: str, draft_len: Sequence[int]) -> "Decoded":
-        """Every question of the store decoded with the drafter of a run, by our own loop."""
-        lengths = ",".join(map(str, draft_len))
-        file = Path(f"{run}-decoded-{lengths}-{self.new_tokens}.json")
-        with FileLock(f"{file}.lock"):
-            if not file.exists():
-                answers = file.with_suffix(".jsonl")
-                count = ("-n", str(self.count), "--max-new-tokens", str(self.new_tokens), "--answers", str(answers))
-                words = ("--target", self.target, "--dtype", "float32", "--prompts", self.questions)
-                words += ("--draft-len", lengths)
-                document = hiddenstore("decode", run, *words, *count)
-                rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
-                file.write_text(json.dumps({**document, "rows": rows}), encoding="utf-8")
-        return Decoded(json.loads(file.read_text(encoding="utf-8")))
+        """Every question of the store decoded with the drafter of a run, by our own loop; of several draft lengths each
+        is decoded by itself, so what holds more of them than are needed serves too."""
+        with FileLock(f"{run}-decoded.lock"):
+            for file in Path(run).parent.glob(f"{Path(run).name}-decoded-*-{self.new_tokens}.json"):
+                there = Decoded(json.loads(file.read_text(encoding="utf-8")))
+                if there.by_length.keys() >= set(draft_len):
+                    return there
+            lengths = ",".join(map(str, draft_len))
+            file = Path(f"{run}-decoded-{lengths}-{self.new_tokens}.json")
+            answers = file.with_suffix(".jsonl")
+            count = ("-n", str(self.count), "--max-new-tokens", str(self.new_tokens), "--answers", str(answers))
+            words = ("--target", self.target, "--dtype", "float32", "--prompts", self.questions)
+            with plain_answers_of(self.target):
+                document = hiddenstore("decode", run, *words, "--draft-len", lengths, *count)
+            rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
+            file.write_text(json.dumps({**document, "rows": rows}), encoding="utf-8")
+        return Decoded({**document, "rows": rows})
 
     def evaluated(self, run: str, draft_len: Sequence[int]) -> dict[int, float]:
         """Accepted length by draft length that ``eval`` finds over the same text, from the store alone."""
         lengths = ",".join(map(str, draft_len))
-        document = hiddenstore("eval", run, self.store, "--split", "train", "--draft-len", lengths)
+        file = Path(f"{run}-evaluated-{lengths}.json")
+        with FileLock(f"{file}.lock"):
+            if not file.exists():
+                document = hiddenstore("eval", run, self.store, "--split", "train", "--draft-len", lengths)
+                file.write_text(json.dumps(document), encoding="utf-8")
+        document = json.loads(file.read_text(encoding="utf-8"))
         return {row["draft_len"]: row["accepted_length"] for row in document["sweep"]}
+
+
+PLAIN: dict[tuple[str, tuple[int, ...], int], Generation] = {}
+"""By target, prompt and most tokens."""
+
+
+@contextlib.contextmanager
+def plain_answers_of(target: str) -> Iterator[None]:
+    """Let ``decode`` compute the target's plain greedy answer to a prompt once, whatever drafters it is compared with.
+    How long they took is then of the first time."""
+    right = speculate.plain
+
+    def plain(live: LiveTarget, prompt: Sequence[int], most: int, rule: speculate.Rule | None = None) -> Generation:
+        assert rule is None
+        key = (target, tuple(prompt), most)
+        if key not in PLAIN:
+            PLAIN[key] = right(live, prompt, most)
+        return PLAIN[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculate, "plain", plain)
+        yield
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from engine_world import hiddenstore
 
 from collectors.demo import TARGET_DIR
 from collectors.demo.corpus import conversations
+from hiddenstore import inputs
 from hiddenstore.store import Store
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default"), pytest.mark.timeout(900)]
@@ -30,13 +31,17 @@ COMMAND = (
 )
 
 
+def words_of(data: str, store: Path, engine: str) -> list[str]:
+    words = ["collect", data, "-o", str(store), "--target", str(TARGET_DIR), "--dtype", "fp32", "--recipe", "lossless"]
+    return [*words, "--engine", engine, "--check", "none"]
+
+
 def collecting(data: str, store: Path, engine: str, *more: str) -> "subprocess.Popen[str]":
     """The command, in a process group of its own; vLLM's core is another process of it. STORE.log is what it says."""
-    words = ["collect", data, "-o", str(store), "--target", str(TARGET_DIR), "--dtype", "fp32", "--recipe", "lossless"]
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": str(ROOT)}
     with store.with_suffix(".log").open("a") as said:
         return subprocess.Popen(
-            [sys.executable, "-c", COMMAND, *words, "--engine", engine, "--check", "none", "--json", *more],
+            [sys.executable, "-c", COMMAND, *words_of(data, store, engine), "--json", *more],
             env=os.environ | settings,
             stdout=subprocess.PIPE,
             stderr=said,
@@ -73,7 +78,9 @@ def stop_amid_a_unit(running: "subprocess.Popen[str]") -> None:
         time.sleep(0.002)
 
 
-def test_a_killed_capture_leaves_no_memory_and_resumes_to_the_same_store_bit_for_bit(tmp_path: Path) -> None:
+def test_a_killed_capture_leaves_no_memory_and_resumes_to_the_same_store_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [json.dumps(row) for row in islice(conversations(), CONVERSATIONS)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
     data, store = str(tmp_path / "data"), tmp_path / "vllm"
@@ -92,8 +99,9 @@ def test_a_killed_capture_leaves_no_memory_and_resumes_to_the_same_store_bit_for
     answer = json.loads(resumed.communicate()[0])
     assert (answer["units"], answer["units_pending"]) == (commits(store) - left, 0)
     assert 2 <= left < commits(store)
-    collecting(data, tmp_path / "whole", "vllm", *ONE_AT_A_TIME).communicate()
-    collecting(data, tmp_path / "hf", "hf").communicate()
+    monkeypatch.setattr(inputs, "UNIT_TOKENS", UNIT_TOKENS)
+    hiddenstore(*words_of(data, tmp_path / "whole", "vllm"), *ONE_AT_A_TIME)
+    hiddenstore(*words_of(data, tmp_path / "hf", "hf"))
     for other, tolerance in (("whole", 0.0), ("hf", ONE_STEP)):
         found = hiddenstore("diff", str(store), str(tmp_path / other), "--samples", "0", "--tolerance", str(tolerance))
         assert found["beyond_tolerance"] == [], other
