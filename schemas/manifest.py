@@ -105,7 +105,8 @@ class ImageEntry(Document):
 class SampleEntry(Sparse):
     """Where one sample lies in its segment.
 
-    ``start`` and ``tokens`` count tokens of the unit, which are rows of the aux arrays where none are shared; ``final_start`` and ``final_rows`` rows of the final array.
+    ``start`` and ``tokens`` count tokens of the unit, which are rows of the aux arrays where none are shared;
+    ``final_start`` and ``final_rows`` rows of the final array.
     ``images`` is absent where there is none.
     """
 

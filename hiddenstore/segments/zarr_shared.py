@@ -125,12 +125,12 @@ def _numbers(runs: Sequence[range]) -> np.ndarray:
 
 def _select(codes: Sequence[Tensor], stands: np.ndarray) -> list[Tensor]:
     """The rows of parts [t, C] that stand with their own sample, bool [T]."""
-    parts, start = [], 0
-    for part in codes:
-        rows = stands[start : start + len(part)]
-        start += len(part)
-        parts.append(part if rows.all() else part[torch.from_numpy(rows)])
-    return parts
+    blocks, start = [], 0
+    for block in codes:
+        rows = stands[start : start + len(block)]
+        start += len(block)
+        blocks.append(block if rows.all() else block[torch.from_numpy(rows)])
+    return blocks
 
 
 def _select_small(codec: CodeLayout, small: Mapping[str, np.ndarray], stands: np.ndarray) -> dict[str, np.ndarray]:
@@ -193,9 +193,9 @@ class _Rows:
 
     def _run(self, layer: int, first: int, rows: int) -> np.ndarray:
         ends, parts = self._ends[layer], self._codes[layer]
-        number, found = int(np.searchsorted(ends, first, side="right")) - 1, []
+        number, runs = int(np.searchsorted(ends, first, side="right")) - 1, [parts[0][:0]]
         while rows > 0:
-            part = parts[number][first - ends[number] :][:rows]
-            found.append(part)
-            first, rows, number = first + len(part), rows - len(part), number + 1
-        return found[0] if len(found) == 1 else np.concatenate(found) if found else parts[0][:0]
+            run = parts[number][first - ends[number] :][:rows]
+            runs.append(run)
+            first, rows, number = first + len(run), rows - len(run), number + 1
+        return runs[-1] if len(runs) == 2 else np.concatenate(runs)
