@@ -95,9 +95,10 @@ def unit_of(
 
 def with_layers(unit: EncodedUnit, capture: CaptureSpec, layers: Sequence[int]) -> EncodedUnit:
     """The codes of some aux layers of a unit of ``capture``; nothing is decoded."""
-    places, small = [capture.stored_layers.index(layer) for layer in layers], unit.aux.small
-    codec = get_layout(capture.codecs.aux)
-    kept = select_small(codec.small, small, places, range(len(unit.input_ids)))
+    places = [capture.stored_layers.index(layer) for layer in layers]
+    # Where no layer is left there is nothing for small arrays to stand beside, as in a capture without any.
+    small, codec = unit.aux.small if places else {}, get_layout(capture.codecs.aux)
+    kept = select_small(codec.small, small, places, range(len(unit.input_ids))) if small else {}
     if RAW_INDEX in small:
         rows = np.isin(small[RAW_INDEX][:, 0], places)
         index = small[RAW_INDEX][rows]

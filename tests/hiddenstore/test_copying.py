@@ -63,6 +63,14 @@ def test_a_whole_copy_has_the_same_units_and_bytes(tmp_path: Path) -> None:
     assert verify(found.path, "bytes").ok
 
 
+@pytest.mark.parametrize("layers", [[], [3]])
+def test_a_copy_of_some_layers_or_of_none_is_what_stock_readers_read(tmp_path: Path, layers: list[int]) -> None:
+    source = make_store(tmp_path, codec="q8")
+    run_copy(open_copy([source], tmp_path / "copy", layers=layers))
+    report = verify(str(tmp_path / "copy"), "bytes", also_stock=True)
+    assert (report.findings, report.stock_samples) == ([], len(source.sample_ids))
+
+
 def test_a_merge_holds_the_samples_of_every_source(tmp_path: Path) -> None:
     one = make_store(tmp_path / "1", samples=4, seed=1)
     other = make_store(tmp_path / "2", samples=5, seed=2)
