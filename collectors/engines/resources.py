@@ -162,7 +162,9 @@ def _scratch() -> DoctorCheck:
     detail = f"{root} · {free / 1e9:.1f} GB free for states on their way from vLLM and TensorRT-LLM"
     if not _MEMORY.is_dir():
         return DoctorCheck("scratch", "ok", f"{detail}; this system has no {_MEMORY}")
-    if root != _MEMORY:
-        detail += f", for {_MEMORY} has only {shutil.disk_usage(_MEMORY).free / 1e6:.0f} MB"
+    in_memory = shutil.disk_usage(_MEMORY).free
+    # Temporary files may be kept there too.
+    if root != _MEMORY or in_memory < _SMALL_BYTES:
+        detail += f", for {_MEMORY} has only {in_memory / 1e6:.0f} MB"
         return DoctorCheck("scratch", "warning", detail, "docker run --ipc host, or --shm-size 16g")
     return DoctorCheck("scratch", "ok", detail)
