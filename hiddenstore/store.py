@@ -5,7 +5,6 @@ Shapes: T tokens of one sample, L layers read, D target width, R rows of the fin
 """
 
 import shlex
-import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -38,6 +37,7 @@ from hiddenstore.index.catalog import Catalog, Records, make_snapshot, read_cata
 from hiddenstore.records import Record, facts_table
 from hiddenstore.registry import Registry
 from hiddenstore.segments import CONTAINERS
+from hiddenstore.threads import Lock
 from schemas.capture import CaptureSpec
 from schemas.manifest import CommitRecord, PackageRole, SampleEntry, Snapshot, StoreManifest
 
@@ -170,7 +170,7 @@ class Store(RecordSequence):
         self.catalog = catalog
         self._readers: OrderedDict[str, SegmentReader] = OrderedDict()
         self._rebuilders: dict[str, Rebuilder] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
         _bind_codec(fs, manifest)
 
     @classmethod
@@ -216,7 +216,7 @@ class Store(RecordSequence):
         return {name: value for name, value in vars(self).items() if name in _PICKLED}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state, _readers=OrderedDict(), _rebuilders={}, _lock=threading.Lock())
+        vars(self).update(state, _readers=OrderedDict(), _rebuilders={}, _lock=Lock())
         _bind_codec(self.fs, self.manifest)
 
     def __len__(self) -> int:

@@ -1,10 +1,11 @@
-"""Threads and memory of this process: how many threads are worth starting, work that goes on where none can be, and
-freed memory that is kept."""
+"""Threads and memory of this process: how many threads are worth starting, work that goes on where none can be, locks
+that a forked child finds free, and freed memory that is kept."""
 
 import ctypes
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -54,6 +55,44 @@ def reading_threads(is_far: bool) -> int:
     more where ``is_far``, and all of them wait for a network."""
     cores = usable_cores()
     return max(FAR, cores) if is_far else max(2, min(MOST_LOCAL, cores))
+
+
+class Lock:
+    """A lock, ``threading.RLock`` or the other ``kind``, that a forked child finds free.
+
+    A child has the one thread that forked it: the lock of another, which was reading at that moment, would never be
+    given back, and a ``DataLoader`` worker would wait for ever."""
+
+    def __init__(self, kind: Callable[[], Any] = threading.RLock) -> None:
+        self._kind, self._lock = kind, kind()
+        _LOCKS.add(self)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_error: object) -> None:
+        self._lock.release()
+
+    def acquire_at_once(self) -> bool:
+        """Whether it was free; it is this thread's then."""
+        return self._lock.acquire(blocking=False)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def renew(self) -> None:
+        self._lock = self._kind()
+
+
+_LOCKS: "weakref.WeakSet[Lock]" = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    for lock in list(_LOCKS):
+        lock.renew()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 class Threads(ThreadPoolExecutor):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 
 from hiddenstore.errors import Kind, StorageError
+from hiddenstore.threads import Lock
 
 OPEN_FILES = 512
 """Most read descriptors that a process keeps open between reads, over all its stores."""
@@ -175,13 +176,12 @@ class _ReadHandles:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Not reentrant: ``close_all`` may come while this thread has it.
+        self._lock = Lock(threading.Lock)
         self._open: OrderedDict[tuple[int, str], _ReadHandle] = OrderedDict()
         self._gone: deque[int] = deque()
         # As of the last file opened: to ask the system at every read costs as much as a short one.
         self._most = 0
-        # A child of a fork has one thread: another's lock would never be given back.
-        os.register_at_fork(after_in_child=self._unlock)
 
     def borrow(self, owner: int, path: str) -> _ReadHandle:
         with self._lock:
@@ -211,7 +211,7 @@ class _ReadHandles:
     def close_all(self, owner: int) -> None:
         """Close what a dead owner had open; a collection of garbage may call this while this thread has the lock."""
         self._gone.append(owner)
-        if self._lock.acquire(blocking=False):
+        if self._lock.acquire_at_once():
             try:
                 self._close_gone()
             finally:
@@ -236,9 +236,6 @@ class _ReadHandles:
         unused = (name for name, entry in self._open.items() if entry.users == 0)
         for name in list(islice(unused, len(self._open) - most)):
             os.close(self._open.pop(name).handle)
-
-    def _unlock(self) -> None:
-        self._lock = threading.Lock()
 
 
 _HANDLES = _ReadHandles()

@@ -4,7 +4,6 @@ Records that an index file covers are not read to open a store; they are when so
 ones the index saw. Where an index file turns out damaged or gone, the records it covers are read in its place.
 """
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -28,6 +27,7 @@ from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.file import IndexFile, live_indexes, renumbered
 from hiddenstore.index.listed import Listed, list_records
 from hiddenstore.index.table import SPLITS, Ids, SampleTable, joined, table_of
+from hiddenstore.threads import Lock
 from schemas.manifest import CommitRecord, Snapshot, SnapshotEntry
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Catalog(Sequence[Commit]):
     """Samples of the others, sorted."""
 
     def __post_init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._kept: OrderedDict[int, Commit] = OrderedDict()
         self._kept_samples = self._lookups = 0
         self._table: SampleTable | None = None

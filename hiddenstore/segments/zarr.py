@@ -7,7 +7,6 @@ names, so that even a file in another's place is seen. Reads touch only the rows
 Shapes: L layers asked for, T tokens of the unit, t rows of one sample, D width, N raw rows.
 """
 
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -61,6 +60,7 @@ from hiddenstore.segments.zarr_arrays import (
     write_group,
     write_sharded,
 )
+from hiddenstore.threads import Lock
 from schemas import FINAL, CaptureSpec, CommitRecord, FileEntry
 
 _PLAIN_ARRAYS = 4
@@ -168,7 +168,7 @@ class ZarrUnit:
         self._small: dict[str, _SmallArrays] = {}
         self._fine: tuple[np.ndarray, np.ndarray] | None = None
         # Threads that meet at an unopened array would all open it.
-        self._opening = threading.Lock()
+        self._opening = Lock()
 
     def plain(self, name: str, index: int) -> np.ndarray:
         entry = self._record.samples[index]

@@ -1,12 +1,13 @@
 """Which of torch's attention kernels run where every text has a length of its own."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-_lock = threading.Lock()
+from hiddenstore.threads import Lock
+
+_lock = Lock()
 _inside = 0
 _was_enabled = True
 

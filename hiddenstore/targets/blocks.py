@@ -7,7 +7,6 @@ Shapes: T tokens of a sample, D target width.
 
 import json
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from hiddenstore.targets.attention import any_length
 from hiddenstore.targets.checkpoint import damage, damaged, file_of_tensor, unreadable
 from hiddenstore.targets.folder import TargetFolder, first_line
 from hiddenstore.targets.matmul import widen_bf16
+from hiddenstore.threads import Lock
 from schemas.capture import REBUILT, CaptureSpec, Codecs, not_rebuildable
 
 BLOCKS_FILE = layout.BLOCKS_NAME
@@ -120,7 +120,7 @@ class TargetBlocks:
         not those of the config."""
         require_plain_blocks(config)
         self._backbone, blocks = _empty(config)
-        self._blocks, self._lock = blocks, threading.Lock()
+        self._blocks, self._lock = blocks, Lock()
         self.device = torch.device(device)
         self.layers = tuple(sorted({int(name.partition(".")[0]) for name in weights}))
         _require_only_weights(config, blocks, [layer for layer in self.layers if layer < len(blocks)])

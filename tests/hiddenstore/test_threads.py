@@ -4,9 +4,11 @@ import ctypes
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from hiddenstore.testing.builders import make_store
-from hiddenstore.threads import MOST_LOCAL, Threads, reading_threads, usable_cores, use_all_cores
+from hiddenstore.threads import _LOCKS, MOST_LOCAL, Threads, reading_threads, usable_cores, use_all_cores
 
 # The limit counts the threads of a real user on this machine, and holds for nobody who may exceed or set limits.
 _USER = 54_321
@@ -137,3 +139,30 @@ def test_ranks_share_the_cores_unless_a_person_says_how_many_threads(
         assert use_all_cores() == torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_worker_forked_while_another_thread_reads_finds_every_lock_free(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store")
+    expected = store[0].aux.sum()
+    entered, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with ExitStack() as locks:
+            for lock in list(_LOCKS):
+                locks.enter_context(lock)
+            entered.set()
+            go.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    entered.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        store.close()
+        os._exit(0 if store[0].aux.sum() == expected else 1)
+    go.set()
+    holder.join()
+    assert os.waitpid(child, 0)[1] == 0
