@@ -8,7 +8,7 @@ sees damage there.
 
 import hashlib
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -260,7 +260,10 @@ class Unit:
 
 
 class PreparedInput:
-    """A DATA folder written by ``hiddenstore prepare``; rows stream in bounded memory."""
+    """A DATA folder written by ``hiddenstore prepare``; rows stream in bounded memory. ``starts``: numbers of samples
+    that begin a unit, whatever room the one before has."""
+
+    starts: Collection[int] = ()
 
     def __init__(self, fs: Filesystem, info: PreparedData) -> None:
         self.fs = fs
@@ -343,13 +346,13 @@ class PreparedInput:
 
     def units(self, max_tokens: int = UNIT_TOKENS) -> Iterator[Unit]:
         """The units in order. ``max_tokens`` is ``unit_tokens(capture)`` of the store; a longer sample is alone."""
-        cutter = _Cutter(max_tokens)
+        cutter = _Cutter(max_tokens, self.starts)
         for index, samples in groupby(self.samples(), key=lambda sample: cutter.index_of(sample.tokens)):
             yield Unit(layout.unit_name(self.info.digest, index), index, list(samples))
 
     def registration(self, max_tokens: int) -> bytes:
         """The parquet that a store keeps of this input: sample_id, unit, tokens, split. Equal inputs, equal bytes."""
-        cutter = _Cutter(max_tokens)
+        cutter = _Cutter(max_tokens, self.starts)
         batches = []
         for batch in self._batches(["sample_id", "input_ids", "split"]):
             lengths = pc.list_value_length(batch["input_ids"]).to_pylist()
@@ -408,18 +411,19 @@ class PreparedInput:
 
 
 class _Cutter:
-    """Gives each following sample the index of its unit."""
+    """Gives each following sample the index of its unit; those numbered in ``starts`` begin one."""
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, starts: Collection[int]) -> None:
         if max_tokens < 1:
             raise ConfigError(f"a unit needs room for at least one token, not {max_tokens}", kind=Kind.OPTION_INVALID)
-        self._limit = max_tokens
-        self._index, self._tokens = 0, 0
+        self._limit, self._starts = max_tokens, starts
+        self._sample = self._index = self._tokens = 0
 
     def index_of(self, tokens: int) -> int:
-        if self._tokens and self._tokens + tokens > self._limit:
+        if self._tokens and (self._tokens + tokens > self._limit or self._sample in self._starts):
             self._index += 1
             self._tokens = 0
+        self._sample += 1
         self._tokens += tokens
         return self._index
 

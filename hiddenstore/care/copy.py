@@ -2,8 +2,8 @@
 
 Without a filter, units keep their names and inputs: where the codecs agree their codes are copied as they are (in one
 container the files themselves), else they are decoded and encoded again. With a filter the samples chosen form a new
-input, cut into units as ``collect`` would. Running the same copy again does only what is missing; a source that has
-grown adds to the copy.
+input, cut into units as ``collect`` would and, where that keeps their codes, at the borders of the units they come
+from. Running the same copy again does only what is missing; a source that has grown adds to the copy.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,21 +13,28 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from torch import Tensor
 
-from hiddenstore.care.stored_unit import CopyUnit, copy_codes, copy_decoded, copy_verbatim, stores_by_sample
+from hiddenstore.care.stored_unit import (
+    CopyUnit,
+    codes_fit,
+    copy_codes,
+    copy_decoded,
+    copy_verbatim,
+    stores_by_sample,
+    units_of_selection,
+)
 from hiddenstore.codecs import get_layout, kind_of
 from hiddenstore.codecs.base import CodeLayout, MaskedCodec
 from hiddenstore.codecs.fitted import encodes, fit, is_unfitted, require_encodes, spread
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe, recipe_name
-from hiddenstore.commit import committed_units, engine_of, lost_samples
+from hiddenstore.commit import committed_units, lost_samples
 from hiddenstore.errors import ConfigError, ConflictError, FormatError, Kind, NotFoundError
 from hiddenstore.files import layout
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.publish import IndexWriter, indexed_revisions
-from hiddenstore.inputs import PreparedInput, RegisteredInput, input_digest
+from hiddenstore.inputs import RegisteredInput
 from hiddenstore.inspect.room import Counts, room_for, shortage
 from hiddenstore.inspect.samples import Test
 from hiddenstore.segments import CONTAINERS, default_container
@@ -39,10 +46,9 @@ from hiddenstore.targets.folder import CONFIG_FILE, open_target
 from hiddenstore.targets.identity import CHECKPOINT, cast_hint, has_adapter, target_argument, unstated_digests
 from hiddenstore.targets.rebuild import Rebuilder
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile, share_profile, target_differences, unstated_warning
-from hiddenstore.writer import PendingUnit, capture_differences, create_store, pending_units, register_input
+from hiddenstore.writer import PendingUnit, capture_differences, create_store, pending_units
 from schemas.capture import REBUILT, STATED, TOPK, CaptureSpec, Codecs, TargetIdentity
-from schemas.manifest import CommitRecord, Container, SampleEntry
-from schemas.prepared import PreparedData
+from schemas.manifest import CommitRecord, Container
 
 
 def check_sources(
@@ -319,60 +325,6 @@ def _bring_input(registered: RegisteredInput, destination: Store, digest: str) -
         )
 
 
-def _units_of_selection(sources: Sequence[Store], destination: Store, keep: Test) -> tuple[list[CopyUnit], int, int]:
-    """Register the samples that pass ``keep`` and are not present; units to copy, samples present already, and units
-    that cannot be filled."""
-    index = stores_by_sample(sources)
-    pending, unavailable = _pending_units(destination, index)
-    covered = {sample_id for unit in pending for sample_id in unit.samples}.union(destination.sample_ids)
-    selected: dict[str, tuple[str, SampleEntry]] = {}
-    for source in sources:
-        for record, entry in source.entries:
-            if keep(record, entry):
-                selected.setdefault(entry.id, (engine_of(record, entry.id).model_dump_json(), entry))
-    # One input per engine: a unit names one for all of its samples but those that were captured again.
-    groups: dict[str, list[SampleEntry]] = {}
-    for sample_id, (engine, entry) in selected.items():
-        if sample_id not in covered:
-            groups.setdefault(engine, []).append(entry)
-    for entries in groups.values():
-        register_input(destination, _Selection(entries))
-    if groups:
-        pending, unavailable = _pending_units(destination, index)
-    return pending, len(selected.keys() & covered), unavailable
-
-
-def _pending_units(destination: Store, index: Mapping[str, Store]) -> tuple[list[CopyUnit], int]:
-    """Units of the destination's inputs to be done: those the sources can fill, and how many they cannot."""
-    pending = []
-    for digest, registered in destination.inputs().items():
-        samples = registered.unit_samples()
-        for name, item in pending_units(destination, digest).items():
-            pending.append(CopyUnit(name, digest, tuple(samples[name]), revision=item.revision))
-    units = [unit for unit in pending if all(sample_id in index for sample_id in unit.samples)]
-    return units, len(pending) - len(units)
-
-
-class _Selection(PreparedInput):
-    """Samples of other stores as an input: all that ``register_input`` needs, which is not their tokens."""
-
-    def __init__(self, entries: Sequence[SampleEntry]) -> None:
-        digest = input_digest((entry.id, entry.split) for entry in entries)
-        facts: dict[str, Any] = {"digest": digest, "samples": len(entries)}
-        super().__init__(open_filesystem(digest), PreparedData.model_construct(**facts))
-        self._entries = entries
-
-    def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        for start in range(0, len(self._entries), _ROWS_PER_BATCH):
-            entries = self._entries[start : start + _ROWS_PER_BATCH]
-            values = {
-                "sample_id": pa.array([entry.id for entry in entries]),
-                "input_ids": pa.array([[0] * entry.tokens for entry in entries], pa.list_(pa.int32())),
-                "split": pa.array([entry.split for entry in entries]),
-            }
-            yield pa.RecordBatch.from_pydict({name: values[name] for name in columns})
-
-
 @dataclass
 class Copy:
     """A copy that is begun: ``units`` to bring over, how many units (with a filter: samples) are ``present`` already,
@@ -397,10 +349,11 @@ class Copy:
     def bytes_to_write(self) -> int:
         """What the units take in the destination, about: those that keep their codes what they take now, unless their
         container keeps rows once and the destination's does not."""
-        origins = [(unit.origin[1], self._keeps_size(unit)) for unit in self.units if unit.origin is not None]
+        whole = ((unit.origin, self._keeps_size(unit)) for unit in self.units if not unit.is_gathered)
+        origins = [(origin[1], keeps) for origin, keeps in whole if origin is not None]
         kept = sum(record.bytes_stored for record, keeps in origins if keeps)
         entries = [entry for record, keeps in origins if not keeps for entry in record.samples]
-        if names := {name for unit in self.units if unit.origin is None for name in unit.samples}:
+        if names := {name for unit in self.units if unit.is_gathered for name in unit.samples}:
             found = {entry.id: entry for source in self.sources for _, entry in source.entries if entry.id in names}
             entries += found.values()
         if not entries:
@@ -412,7 +365,9 @@ class Copy:
     def is_verbatim(self, unit: CopyUnit) -> bool:
         """Whether a unit keeps its files: it keeps its codes and layers, and its container is the destination's."""
         container = self.destination.manifest.container
-        if unit.origin is None or unit.origin[0].capture.aux_layers != self.destination.capture.aux_layers:
+        if unit.origin is None or unit.places is not None:
+            return False
+        if unit.origin[0].capture.aux_layers != self.destination.capture.aux_layers:
             return False
         return self.keeps_codes(unit) and unit.origin[0].manifest.container == container
 
@@ -423,11 +378,8 @@ class Copy:
         return not CONTAINERS[unit.origin[0].manifest.container].shares_rows or self.is_verbatim(unit)
 
     def keeps_codes(self, unit: CopyUnit) -> bool:
-        """Whether nothing of a unit is decoded: it stays one unit, and its codecs are those of the destination."""
-        if unit.origin is None:
-            return False
-        source, destination = unit.origin[0].capture, self.destination.capture
-        return (source.codecs, source.states) == (destination.codecs, destination.states)
+        """Whether nothing of a unit is decoded: its samples are of one unit, coded as the destination codes."""
+        return unit.origin is not None and codes_fit(unit.origin[0], self.destination)
 
 
 @dataclass
@@ -467,10 +419,10 @@ def open_copy(
     if keep is None:
         units, present, unavailable = _units_as_cut(sources, destination)
     else:
-        units, present, unavailable = _units_of_selection(sources, destination, keep)
+        units, present, unavailable = units_of_selection(sources, destination, keep)
     copy = Copy(destination, tuple(sources), units, present, unavailable)
     if copy.verbatim < len(units):
-        copy.notes = rounding_notes(sources, destination, recoding_equal=keep is not None)
+        copy.notes = rounding_notes(sources, destination, recoding_equal=any(unit.origin is None for unit in units))
     copy.notes += warnings
     hint = f"`hiddenstore advise {sources[0].path}` shows what other recipes take"
     if lacking := shortage(destination, copy.bytes_to_write(), "copy", hint):
@@ -491,7 +443,7 @@ def run_copy(copy: Copy, advance: Callable[[CopyReport], bool] | None = None) ->
         if unit.origin is not None and copy.is_verbatim(unit):
             commit = copy_verbatim(*unit.origin, copy.destination, unit.revision)
         elif unit.origin is not None and copy.keeps_codes(unit):
-            commit = copy_codes(*unit.origin, copy.destination, unit.revision)
+            commit = copy_codes(*unit.origin, copy.destination, unit)
         else:
             commit = copy_decoded(copy.destination, unit, index, head)
         report.units += 1

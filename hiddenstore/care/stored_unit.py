@@ -6,8 +6,11 @@ Shapes: T tokens of a unit, t of one sample, R final rows of the unit, r of one 
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from hiddenstore.codecs import get_codec, get_layout
 from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, CodeLayout, Encoded, EncodedLayers, joined_small, select_small
@@ -16,18 +19,30 @@ from hiddenstore.commit import DAMAGED, engine_of
 from hiddenstore.errors import CorruptionError, Kind
 from hiddenstore.files import layout
 from hiddenstore.files.digests import digest_for, mismatch
+from hiddenstore.fs import open_filesystem
+from hiddenstore.inputs import PreparedInput, input_digest
+from hiddenstore.inspect.samples import Test
 from hiddenstore.records import Record, Sample
 from hiddenstore.segments import CONTAINERS
-from hiddenstore.segments.base import EncodedUnit, FieldGroup, groups_of, small_of_rows
+from hiddenstore.segments.base import EncodedUnit, FieldGroup, groups_of, small_of_rows, unit_tokens
 from hiddenstore.segments.encode import encode_records, layer_stats, with_raw_rows
 from hiddenstore.segments.rows import ends_of
 from hiddenstore.segments.segment import write_encoded
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
-from hiddenstore.writer import PendingUnit, publish_segment, sweep, write_encoded_unit, write_unit
+from hiddenstore.writer import (
+    PendingUnit,
+    pending_units,
+    publish_segment,
+    register_input,
+    sweep,
+    write_encoded_unit,
+    write_unit,
+)
 from schemas.capture import FINAL, CaptureSpec
 from schemas.layers import field_name
 from schemas.manifest import CommitRecord, Engine, FileEntry, LayerStats, Recapture, Reject, SampleEntry
+from schemas.prepared import PreparedData
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,11 +160,13 @@ def _stats(capture: CaptureSpec, aux: EncodedLayers, final: EncodedLayers) -> di
 
 
 BLOCK_BYTES = 8 << 20
+_ROWS_PER_BATCH = 1024
 
 
 @dataclass(frozen=True)
 class CopyUnit:
-    """One unit to bring over: from ``origin``, a store and its record there, or gathered by sample id.
+    """One unit to bring over: from ``origin``, a store and its record there, whole or the samples at ``places`` of it;
+    or gathered by sample id.
 
     ``revision`` is above 0 where the destination has the unit, without samples that were lost on disk.
     """
@@ -158,12 +175,112 @@ class CopyUnit:
     input: str
     samples: tuple[str, ...]
     origin: tuple[Store, CommitRecord] | None = None
+    places: tuple[int, ...] | None = None
     revision: int = 0
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether its samples were chosen, and are not those of a unit."""
+        return self.origin is None or self.places is not None
 
 
 def stores_by_sample(sources: Sequence[Store]) -> dict[str, Store]:
     """The first source that holds each sample id."""
     return {sample_id: source for source in reversed(sources) for sample_id in source.sample_ids}
+
+
+def codes_fit(source: Store, destination: Store) -> bool:
+    """Whether the destination holds states as the source codes them."""
+    old, new = source.capture, destination.capture
+    return (old.codecs, old.states) == (new.codecs, new.states)
+
+
+FEW_PIECES, LEAST_FILLED = 1000, 8
+"""So many units may be cut at the borders of others, and more where they are an eighth full or better."""
+
+
+def units_of_selection(sources: Sequence[Store], destination: Store, keep: Test) -> tuple[list[CopyUnit], int, int]:
+    """Register the samples that pass ``keep`` and are not present; units to copy, samples present already, and units
+    that cannot be filled."""
+    index = stores_by_sample(sources)
+    pending, unavailable = _pending_units(destination, index)
+    covered = {sample_id for unit in pending for sample_id in unit.samples}.union(destination.sample_ids)
+    selected: dict[str, tuple[str, tuple[SampleEntry, tuple[int, str]]]] = {}
+    for number, source in enumerate(sources):
+        for record, entry in source.entries:
+            if keep(record, entry):
+                engine = engine_of(record, entry.id).model_dump_json()
+                selected.setdefault(entry.id, (engine, (entry, (number, record.unit))))
+    # One input per engine: a unit names one for all of its samples but those that were captured again.
+    groups: dict[str, list[tuple[SampleEntry, tuple[int, str]]]] = {}
+    for sample_id, (engine, sample) in selected.items():
+        if sample_id not in covered:
+            groups.setdefault(engine, []).append(sample)
+    for samples in groups.values():
+        entries = [entry for entry, _ in samples]
+        register_input(destination, _Selection(entries, _borders(samples, sources, destination)))
+    if groups:
+        pending, unavailable = _pending_units(destination, index)
+    return pending, len(selected.keys() & covered), unavailable
+
+
+def _borders(
+    samples: Sequence[tuple[SampleEntry, tuple[int, str]]], sources: Sequence[Store], destination: Store
+) -> list[int]:
+    """Numbers of the samples that are the first of their unit, where cutting there keeps codes that would be rounded
+    again: small arrays of a unit are of all its samples. None where the pieces would be many and small."""
+    codecs = destination.capture.codecs
+    if all(get_layout(codec).exact for codec in (codecs.aux, codecs.final)):
+        return []
+    if not all(codes_fit(source, destination) for source in sources):
+        return []
+    units = [unit for _, unit in samples]
+    starts = [number for number, (before, unit) in enumerate(pairwise(units), 1) if before != unit]
+    full = sum(entry.tokens for entry, _ in samples) // unit_tokens(destination.capture)
+    return starts if len(starts) < max(FEW_PIECES, LEAST_FILLED * full) else []
+
+
+def _pending_units(destination: Store, index: Mapping[str, Store]) -> tuple[list[CopyUnit], int]:
+    """Units of the destination's inputs to be done: those the sources can fill, and how many they cannot."""
+    pending = []
+    for digest, registered in destination.inputs().items():
+        samples = registered.unit_samples()
+        for name, item in pending_units(destination, digest).items():
+            pending.append(CopyUnit(name, digest, tuple(samples[name]), revision=item.revision))
+    units = [unit for unit in pending if all(sample_id in index for sample_id in unit.samples)]
+    return [_with_origin(unit, index, destination) for unit in units], len(pending) - len(units)
+
+
+def _with_origin(unit: CopyUnit, index: Mapping[str, Store], destination: Store) -> CopyUnit:
+    """Where the samples of a unit lie, if it is in one unit of a source whose codes the destination can keep."""
+    source = index[unit.samples[0]]
+    if not codes_fit(source, destination):
+        return unit
+    record, _ = source.locate(unit.samples[0])
+    places = {entry.id: place for place, entry in enumerate(record.samples)}
+    if not all(sample_id in places and index[sample_id] is source for sample_id in unit.samples):
+        return unit
+    return replace(unit, origin=(source, record), places=tuple(places[sample_id] for sample_id in unit.samples))
+
+
+class _Selection(PreparedInput):
+    """Samples of other stores as an input: all that ``register_input`` needs, which is not their tokens."""
+
+    def __init__(self, entries: Sequence[SampleEntry], starts: Collection[int]) -> None:
+        digest = input_digest((entry.id, entry.split) for entry in entries)
+        facts: dict[str, Any] = {"digest": digest, "samples": len(entries)}
+        super().__init__(open_filesystem(digest), PreparedData.model_construct(**facts))
+        self._entries, self.starts = entries, frozenset(starts)
+
+    def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        for start in range(0, len(self._entries), _ROWS_PER_BATCH):
+            entries = self._entries[start : start + _ROWS_PER_BATCH]
+            values = {
+                "sample_id": pa.array([entry.id for entry in entries]),
+                "input_ids": pa.array([[0] * entry.tokens for entry in entries], pa.list_(pa.int32())),
+                "split": pa.array([entry.split for entry in entries]),
+            }
+            yield pa.RecordBatch.from_pydict({name: values[name] for name in columns})
 
 
 def copy_verbatim(source: Store, record: CommitRecord, destination: Store, revision: int = 0) -> CommitRecord | None:
@@ -208,14 +325,19 @@ def _copy_file(
         )
 
 
-def copy_codes(source: Store, record: CommitRecord, destination: Store, revision: int = 0) -> CommitRecord | None:
-    """The codes of a unit as they are, in another container, or without the layers that the destination leaves out."""
-    encoded = stored_unit(source, record) if record.samples else None
+def copy_codes(source: Store, record: CommitRecord, destination: Store, unit: CopyUnit) -> CommitRecord | None:
+    """The codes of a unit as they are: in another container, without the layers that the destination leaves out, or of
+    the samples at some places."""
+    rejects, engine, recaptured = record.rejects, record.engine, record.recaptured
+    if unit.places is None:
+        encoded = stored_unit(source, record) if record.samples else None
+    else:
+        encoded = unit_of(unit.name, source.capture, list(stored_samples(source, record, unit.places)))
+        rejects = ()
+        engine, recaptured = _engines_of({sample_id: engine_of(record, sample_id) for sample_id in unit.samples})
     if encoded is not None and source.capture.aux_layers != destination.capture.aux_layers:
         encoded = with_layers(encoded, source.capture, destination.capture.stored_layers)
-    return write_encoded_unit(
-        destination, record.unit, record.input, encoded, record.rejects, record.engine, revision, record.recaptured
-    )
+    return write_encoded_unit(destination, unit.name, unit.input, encoded, rejects, engine, unit.revision, recaptured)
 
 
 def copy_decoded(

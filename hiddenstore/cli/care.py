@@ -197,7 +197,7 @@ def copy(
 ) -> None:
     """Merge, subset, re-encode or repack: bring the samples of every SRC store into the store DST.
 
-    Equal codecs and no filter: codes are copied as they are. The same command again continues where it stopped.
+    Where codecs are equal, codes are copied as they are. The same command again continues where it stopped.
     """
     from hiddenstore.inspect.samples import parse_where
 

@@ -59,12 +59,15 @@ class Buffers:
         return torch.from_numpy(lent)
 
     def _reused(self, size: int) -> np.ndarray | None:
-        """The smallest free memory that fits; the rest goes while there is more than the limit allows."""
+        """The smallest free memory that fits. Where none does the largest goes, as does more while the limit asks for
+        it: every pack is to find room in what those before it had, whatever their lengths."""
         while self._returned:
             self._free.append(self._returned.popleft())
         self._free.sort(key=lambda memory: memory.size)
         fitting = next((index for index, memory in enumerate(self._free) if memory.size >= size), None)
         reused = None if fitting is None else self._free.pop(fitting)
+        if reused is None and self._free:
+            self._total -= self._free.pop().size
         needed = 0 if reused is not None else size
         while self._free and self._total + needed > self._limit:
             self._total -= self._free.pop().size

@@ -37,7 +37,7 @@ JOBS_AHEAD = 32
 SMALL_BYTES = 1 << 19
 """Samples that take less room in a pack are read together."""
 # The first batch does not wait until all that may be ahead of it is queued.
-STARTED_AT_ONCE = 2
+STARTED_AT_ONCE = 4
 
 K = TypeVar("K")
 

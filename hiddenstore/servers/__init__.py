@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -129,7 +130,12 @@ def running(servers: Sequence[ServerProcess], stopping: Callable[[], bool] = lam
 
 @contextmanager
 def _process(server: ServerProcess, port: int) -> Iterator["subprocess.Popen[bytes]"]:
-    with storage_errors(server.log), server.log.open("w", encoding="utf-8") as said:
+    with (
+        # vLLM leaves its sockets there when it is killed.
+        tempfile.TemporaryDirectory(prefix="hiddenstore-server-", ignore_cleanup_errors=True) as sockets,
+        storage_errors(server.log),
+        server.log.open("w", encoding="utf-8") as said,
+    ):
         # A session of its own: Ctrl-C is for this process, whose end the other one notices.
         process = subprocess.Popen(
             [sys.executable, str(_WATCHED), *server.command, "--host", "127.0.0.1", "--port", str(port)],
@@ -137,10 +143,10 @@ def _process(server: ServerProcess, port: int) -> Iterator["subprocess.Popen[byt
             stdout=said,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=dict(server.environment),
+            env={"VLLM_RPC_BASE_PATH": sockets, **server.environment},
         )
-    with process:
-        yield process
+        with process:
+            yield process
 
 
 def _wait_until_up(

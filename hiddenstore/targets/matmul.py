@@ -37,8 +37,8 @@ _ROUNDS = 5
 
 def bf16_pays(width: int, inner: int, rows: int) -> float | None:
     """How many times as fast this CPU multiplies an MLP's bf16 weights, where that is worth it; None where it is not.
-    A CPU with AMX or AVX512-BF16 gains two to eight times, others emulate bf16 and are slower."""
-    times = bf16_speedup(width, inner, rows) if width >= NARROWEST else 0.0
+    A CPU with AMX or AVX512-BF16 gains two to eight times; without either it emulates bf16, and a try takes seconds."""
+    times = bf16_speedup(width, inner, rows) if width >= NARROWEST and HAS_BF16 else 0.0
     return times if times > FEWEST_TIMES else None
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from hiddenstore.care import stored_unit
 from hiddenstore.care.copy import CopyReport, open_copy, run_copy
 from hiddenstore.commit import engine_of, publish_commit
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError
@@ -15,6 +16,7 @@ from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.inputs import RegisteredInput
 from hiddenstore.inspect.facts import info
 from hiddenstore.inspect.samples import parse_where, view
+from hiddenstore.segments import CONTAINERS
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import (
     ENGINE,
@@ -27,7 +29,7 @@ from hiddenstore.testing.builders import (
 )
 from hiddenstore.verify import verify
 from hiddenstore.writer import create_store, write_unit
-from schemas.manifest import Engine, Recapture, Reject
+from schemas.manifest import Container, Engine, Recapture, Reject
 
 
 def copy(sources: list[Store], place: Path, recipe: str | None = None, where: str | None = None) -> Store:
@@ -104,7 +106,8 @@ def test_re_encoding_keeps_units_inputs_and_rejects_and_decodes_exactly_where_th
     [
         ("bf16", "safe", None, "rounds once"),
         ("q8", "lossless", None, "keeps the error of q8"),
-        ("q8", None, "tokens>12", "rounds a second time"),
+        ("q8", "compact", "tokens>12", "rounds a second time"),
+        ("q8", None, "tokens>12", None),
         ("bf16", None, "tokens>12", None),
         ("q8", None, None, None),
     ],
@@ -119,6 +122,32 @@ def test_rounding_is_stated(
     else:
         assert len(plan.notes) == 2
         assert all(words in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("recipe", ["safe", "compact", "aux=q4q3,final=q8", "aux=q3,final=q4"])
+def test_chosen_samples_keep_their_codes_in_any_container(tmp_path: Path, recipe: str, container: Container) -> None:
+    sources = [make_store(tmp_path / name, samples=9, seed=seed, codec=recipe) for seed, name in enumerate("ab")]
+    plan = open_copy(sources, tmp_path / "copy", keep=parse_where(["tokens>20"]), container=container)
+    assert not any("rounds" in note for note in plan.notes)
+    run_copy(plan)
+    found = Store.open(tmp_path / "copy")
+    for source in sources:
+        chosen = [entry.id for _, entry in source.entries if entry.tokens > 20]
+        assert 0 < len(chosen) < 9
+        assert_same_states(source, found, chosen)
+    assert verify(found.path, "bytes").ok
+
+
+def test_pieces_of_very_many_units_are_cut_and_rounded_anew_which_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = [make_store(tmp_path / name, samples=3, seed=seed, codec="q8") for seed, name in enumerate("ab")]
+    monkeypatch.setattr(stored_unit, "FEW_PIECES", 1)
+    plan = open_copy(sources, tmp_path / "copy", keep=parse_where(["tokens>0"]))
+    assert sum("rounds a second time" in note for note in plan.notes) == 2
+    run_copy(plan)
+    assert [len(record.samples) for record in Store.open(tmp_path / "copy").commits()] == [6]
 
 
 def test_a_subset_holds_exactly_the_samples_chosen_as_a_new_input(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Memory of packs is used again, and never while somebody still looks at it."""
 
 import gc
+import random
+from collections import deque
 
 import torch
 
@@ -34,6 +36,14 @@ def test_memory_that_does_not_fit_the_limit_is_let_go() -> None:
     assert buffers._total <= 10 * PAGE_BYTES
     assert buffers._free == []
     assert len(addresses) == 3
+
+
+def test_packs_of_any_lengths_take_the_memory_of_as_many_of_the_longest() -> None:
+    buffers, generator = Buffers(1 << 30), random.Random(0)
+    most, ahead = 40 * PAGE_BYTES, deque[torch.Tensor](maxlen=8)
+    for _ in range(500):
+        ahead.append(buffers.take(generator.randint(10 * PAGE_BYTES, most)))
+    assert buffers._total <= 10 * (most + most // 16 + PAGE_BYTES)
 
 
 def test_carved_tensors_lie_apart_and_hold_what_they_were_given() -> None:
