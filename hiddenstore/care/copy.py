@@ -20,6 +20,7 @@ from hiddenstore.care.stored_unit import (
     codes_fit,
     copy_codes,
     copy_decoded,
+    copy_piece,
     copy_verbatim,
     stores_by_sample,
     units_of_selection,
@@ -349,11 +350,10 @@ class Copy:
     def bytes_to_write(self) -> int:
         """What the units take in the destination, about: those that keep their codes what they take now, unless their
         container keeps rows once and the destination's does not."""
-        whole = ((unit.origin, self._keeps_size(unit)) for unit in self.units if not unit.is_gathered)
-        origins = [(origin[1], keeps) for origin, keeps in whole if origin is not None]
+        origins = [(unit.origin[1], self._keeps_size(unit)) for unit in self.units if unit.origin is not None]
         kept = sum(record.bytes_stored for record, keeps in origins if keeps)
         entries = [entry for record, keeps in origins if not keeps for entry in record.samples]
-        if names := {name for unit in self.units if unit.is_gathered for name in unit.samples}:
+        if names := {name for unit in self.units if unit.origin is None for name in unit.samples}:
             found = {entry.id: entry for source in self.sources for _, entry in source.entries if entry.id in names}
             entries += found.values()
         if not entries:
@@ -365,9 +365,7 @@ class Copy:
     def is_verbatim(self, unit: CopyUnit) -> bool:
         """Whether a unit keeps its files: it keeps its codes and layers, and its container is the destination's."""
         container = self.destination.manifest.container
-        if unit.origin is None or unit.places is not None:
-            return False
-        if unit.origin[0].capture.aux_layers != self.destination.capture.aux_layers:
+        if unit.origin is None or unit.origin[0].capture.aux_layers != self.destination.capture.aux_layers:
             return False
         return self.keeps_codes(unit) and unit.origin[0].manifest.container == container
 
@@ -379,7 +377,9 @@ class Copy:
 
     def keeps_codes(self, unit: CopyUnit) -> bool:
         """Whether nothing of a unit is decoded: its samples are of one unit, coded as the destination codes."""
-        return unit.origin is not None and codes_fit(unit.origin[0], self.destination)
+        if unit.origin is None:
+            return unit.piece_of is not None
+        return codes_fit(unit.origin[0], self.destination)
 
 
 @dataclass
@@ -422,7 +422,7 @@ def open_copy(
         units, present, unavailable = units_of_selection(sources, destination, keep)
     copy = Copy(destination, tuple(sources), units, present, unavailable)
     if copy.verbatim < len(units):
-        copy.notes = rounding_notes(sources, destination, recoding_equal=any(unit.origin is None for unit in units))
+        copy.notes = rounding_notes(sources, destination, recoding_equal=any(unit.is_gathered for unit in units))
     copy.notes += warnings
     hint = f"`hiddenstore advise {sources[0].path}` shows what other recipes take"
     if lacking := shortage(destination, copy.bytes_to_write(), "copy", hint):
@@ -434,7 +434,7 @@ def run_copy(copy: Copy, advance: Callable[[CopyReport], bool] | None = None) ->
     """Bring the units over, one commit each. ``advance`` is called after each; returning False stops. Raises
     CorruptionError: bytes of a source disagree with their digest; what is committed stays."""
     report = CopyReport()
-    gathers = any(unit.origin is None for unit in copy.units)
+    gathers = any(unit.is_gathered for unit in copy.units)
     index = stores_by_sample(copy.sources) if gathers else {}
     makes_top_tokens = copy.destination.capture.holds_topk and not all(s.capture.holds_topk for s in copy.sources)
     head = copy.destination.head() if makes_top_tokens else None
@@ -443,7 +443,9 @@ def run_copy(copy: Copy, advance: Callable[[CopyReport], bool] | None = None) ->
         if unit.origin is not None and copy.is_verbatim(unit):
             commit = copy_verbatim(*unit.origin, copy.destination, unit.revision)
         elif unit.origin is not None and copy.keeps_codes(unit):
-            commit = copy_codes(*unit.origin, copy.destination, unit)
+            commit = copy_codes(*unit.origin, copy.destination, unit.revision)
+        elif unit.piece_of is not None:
+            commit = copy_piece(unit.piece_of, unit, copy.destination)
         else:
             commit = copy_decoded(copy.destination, unit, index, head)
         report.units += 1

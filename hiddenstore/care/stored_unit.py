@@ -165,8 +165,8 @@ _ROWS_PER_BATCH = 1024
 
 @dataclass(frozen=True)
 class CopyUnit:
-    """One unit to bring over: from ``origin``, a store and its record there, whole or the samples at ``places`` of it;
-    or gathered by sample id.
+    """One unit to bring over: whole from ``origin``, a store and its record there, or gathered by sample id;
+    ``piece_of``: the store that has all of these in one unit, coded as they will be.
 
     ``revision`` is above 0 where the destination has the unit, without samples that were lost on disk.
     """
@@ -175,13 +175,13 @@ class CopyUnit:
     input: str
     samples: tuple[str, ...]
     origin: tuple[Store, CommitRecord] | None = None
-    places: tuple[int, ...] | None = None
+    piece_of: Store | None = None
     revision: int = 0
 
     @property
     def is_gathered(self) -> bool:
-        """Whether its samples were chosen, and are not those of a unit."""
-        return self.origin is None or self.places is not None
+        """Whether its samples are decoded and encoded together."""
+        return self.origin is None and self.piece_of is None
 
 
 def stores_by_sample(sources: Sequence[Store]) -> dict[str, Store]:
@@ -248,19 +248,16 @@ def _pending_units(destination: Store, index: Mapping[str, Store]) -> tuple[list
         for name, item in pending_units(destination, digest).items():
             pending.append(CopyUnit(name, digest, tuple(samples[name]), revision=item.revision))
     units = [unit for unit in pending if all(sample_id in index for sample_id in unit.samples)]
-    return [_with_origin(unit, index, destination) for unit in units], len(pending) - len(units)
+    return [replace(unit, piece_of=_one_source(unit, index, destination)) for unit in units], len(pending) - len(units)
 
 
-def _with_origin(unit: CopyUnit, index: Mapping[str, Store], destination: Store) -> CopyUnit:
-    """Where the samples of a unit lie, if it is in one unit of a source whose codes the destination can keep."""
+def _one_source(unit: CopyUnit, index: Mapping[str, Store], destination: Store) -> Store | None:
     source = index[unit.samples[0]]
     if not codes_fit(source, destination):
-        return unit
+        return None
     record, _ = source.locate(unit.samples[0])
-    places = {entry.id: place for place, entry in enumerate(record.samples)}
-    if not all(sample_id in places and index[sample_id] is source for sample_id in unit.samples):
-        return unit
-    return replace(unit, origin=(source, record), places=tuple(places[sample_id] for sample_id in unit.samples))
+    together = {entry.id for entry in record.samples}
+    return source if all(name in together and index[name] is source for name in unit.samples) else None
 
 
 class _Selection(PreparedInput):
@@ -325,19 +322,28 @@ def _copy_file(
         )
 
 
-def copy_codes(source: Store, record: CommitRecord, destination: Store, unit: CopyUnit) -> CommitRecord | None:
-    """The codes of a unit as they are: in another container, without the layers that the destination leaves out, or of
-    the samples at some places."""
-    rejects, engine, recaptured = record.rejects, record.engine, record.recaptured
-    if unit.places is None:
-        encoded = stored_unit(source, record) if record.samples else None
-    else:
-        encoded = unit_of(unit.name, source.capture, list(stored_samples(source, record, unit.places)))
-        rejects = ()
-        engine, recaptured = _engines_of({sample_id: engine_of(record, sample_id) for sample_id in unit.samples})
-    if encoded is not None and source.capture.aux_layers != destination.capture.aux_layers:
-        encoded = with_layers(encoded, source.capture, destination.capture.stored_layers)
-    return write_encoded_unit(destination, unit.name, unit.input, encoded, rejects, engine, unit.revision, recaptured)
+def copy_codes(source: Store, record: CommitRecord, destination: Store, revision: int = 0) -> CommitRecord | None:
+    """The codes of a unit as they are, in another container, or without the layers that the destination leaves out."""
+    encoded = _fewer_layers(source, stored_unit(source, record), destination) if record.samples else None
+    return write_encoded_unit(
+        destination, record.unit, record.input, encoded, record.rejects, record.engine, revision, record.recaptured
+    )
+
+
+def copy_piece(source: Store, unit: CopyUnit, destination: Store) -> CommitRecord | None:
+    """The codes of some samples of one unit as they are."""
+    record, _ = source.locate(unit.samples[0])
+    places = {entry.id: place for place, entry in enumerate(record.samples)}
+    samples = list(stored_samples(source, record, [places[name] for name in unit.samples]))
+    encoded = _fewer_layers(source, unit_of(unit.name, source.capture, samples), destination)
+    engine, recaptured = _engines_of({name: engine_of(record, name) for name in unit.samples})
+    return write_encoded_unit(destination, unit.name, unit.input, encoded, (), engine, unit.revision, recaptured)
+
+
+def _fewer_layers(source: Store, encoded: EncodedUnit, destination: Store) -> EncodedUnit:
+    if source.capture.aux_layers == destination.capture.aux_layers:
+        return encoded
+    return with_layers(encoded, source.capture, destination.capture.stored_layers)
 
 
 def copy_decoded(
