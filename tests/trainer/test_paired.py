@@ -20,10 +20,9 @@ from hiddenstore.writer import register_input, write_unit
 from tests.trainer.runs import WORDS
 from trainer.parallel.group import ProcessGroup
 from trainer.slots import teacher_rows
-from trainer.train.epochs import token_batches
 from trainer.train.paired import Pairs, held_out_overlaps, measure_paired
 from trainer.train.run_folder import TrainOptions
-from trainer.train.state import build_state
+from trainer.train.state import build_state, token_batches
 
 SHORT = [word for word in WORDS if not word.startswith(("train.", "drafter.vocab"))] + ["train.max_steps=2"]
 

@@ -33,9 +33,8 @@ from trainer.config import LossConfig
 from trainer.drafters import DRAFTERS, drafter_kind
 from trainer.parallel.group import ProcessGroup
 from trainer.settings import load_config
-from trainer.train.epochs import token_batches
 from trainer.train.run_folder import TrainOptions
-from trainer.train.state import TrainState, build_state
+from trainer.train.state import TrainState, build_state, token_batches
 from trainer.train.step import steps
 
 DEFAULTS = {"eagle3": ("train.max_steps=200", "loss.steps=3")}

@@ -34,11 +34,10 @@ from trainer.drafters import check_store, drafter_kind, refuse_target
 from trainer.drafters.base import Drafter, DrafterInUse
 from trainer.losses.teacher import TargetInterface
 from trainer.presets import settings_file
-from trainer.settings import config_class, load_config
+from trainer.settings import config_class, load_config, with_precision
 from trainer.train import checkpoint
 from trainer.train.checkpoint import DrafterSpec
 from trainer.train.log import METRICS
-from trainer.train.precision import resolved
 from trainer.train.storage import CACHE_BYTES, Mirror, through_cache
 from trainer.train.track import require_trackers
 from trainer.vocab import DraftVocab
@@ -279,7 +278,7 @@ def open_new(options: TrainOptions) -> tuple[Store, TrainConfig]:
         )
     require_files(store)
     require_trackers(config.train)
-    return store, resolved(config)
+    return store, with_precision(config)
 
 
 def create(
@@ -389,7 +388,7 @@ def reopen(options: TrainOptions) -> tuple[Store, TrainConfig]:
         )
     store = _same_store(options)
     config = settings.load(config_class(name), path / CONFIG, options.words)
-    config = resolved(config, measure=any(word.startswith("train.precision=") for word in options.words))
+    config = with_precision(config, measure=any(word.startswith("train.precision=") for word in options.words))
     require_trackers(config.train)
     pin(store, run_snapshot(path).name, must=config.train.follow)
     if options.words:
