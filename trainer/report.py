@@ -341,7 +341,8 @@ def compare_page(runs: Sequence[RunInfo]) -> Page:
     names = short_names([info.run for info in runs])
     logs = {name: read_curves(info.run) for name, info in zip(names, runs, strict=True)}
     configs = {name: flat(read_config(info.run)) for name, info in zip(names, runs, strict=True)}
-    differing = [key for key in _keys(configs) if len({config.get(key) for config in configs.values()}) > 1]
+    keys = dict.fromkeys(key for config in configs.values() for key in config)
+    differing = [key for key in keys if len({config.get(key) for config in configs.values()}) > 1]
     step, lengths = accepted_lengths(logs)
     best = max(lengths, key=lambda name: lengths[name]) if step is not None else None
     tiles = [("runs", count(len(runs))), ("settings that differ", count(len(differing)))]
@@ -372,10 +373,6 @@ def accepted_lengths(logs: Mapping[str, Curves]) -> tuple[int | None, dict[str, 
     shared = set.intersection(*(set(by_step) for by_step in of_runs.values())) if of_runs else set()
     step = max(shared, default=None)
     return step, {name: by_step[max(by_step) if step is None else step] for name, by_step in of_runs.items()}
-
-
-def _keys(configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(key for config in configs.values() for key in config))
 
 
 def _result(

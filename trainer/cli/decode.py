@@ -14,7 +14,7 @@ from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import percent
 from hiddenstore.errors import ConfigError, Kind
-from trainer.cli.evaluate import acceptance_rows, draft_len_option, floor_members, judge, shape_text
+from trainer.cli.evaluate import acceptance_rows, draft_len_option, floor_members, judge, length_text, shape_text
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store
@@ -221,7 +221,7 @@ def _show(document: dict[str, Any]) -> None:
     departed = f", {ties} more first differ at a tie" if ties else ""
     identical = document["prompts"] * drafts - len(document["differences"]) - ties
     rows = acceptance_rows(document)
-    rows.append(("break-even", f"{_length(document['break_even_length'])}  above it drafting pays on this machine"))
+    rows.append(("break-even", f"{length_text(document['break_even_length'])}  above it drafting pays on this machine"))
     if document["simulated_accepted_length"] is not None:
         rows.append(("eval, same text", f"{document['simulated_accepted_length']:.3f}"))
     if document["untrained_accepted_length"] is not None:
@@ -255,17 +255,13 @@ def _show(document: dict[str, Any]) -> None:
                 (
                     shape_text(row),
                     f"{row['accepted_length']:.3f}",
-                    _length(row["break_even_length"]),
+                    length_text(row["break_even_length"]),
                     f"{row['drafts']:,}",
                     f"{row['tokens_per_s']:,.1f}",
                 )
                 for row in document["sweep"]
             ],
         )
-
-
-def _length(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
 
 
 def _judge(document: dict[str, Any], dtype: str) -> None:

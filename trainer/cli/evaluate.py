@@ -374,7 +374,7 @@ def _show_simulated(document: dict[str, Any]) -> None:
     from hiddenstore.console.text import plural
 
     rows = acceptance_rows(document)
-    rows.insert(1, ("slot average", _number(document["slot_accepted_length"])))
+    rows.insert(1, ("slot average", length_text(document["slot_accepted_length"])))
     if document["untrained_accepted_length"] is not None:
         rows.append(("untrained", f"{document['untrained_accepted_length']:.3f}"))
     if "best_draft_len" in document:
@@ -388,7 +388,7 @@ def _show_simulated(document: dict[str, Any]) -> None:
     if len(document["sweep"]) > 1:
         head = ["draft of", ">accepted length", ">slot average", ">drafts"]
         cells = [
-            [shape_text(row), f"{row['accepted_length']:.3f}", _number(row["slot_accepted_length"]), row["drafts"]]
+            [shape_text(row), f"{row['accepted_length']:.3f}", length_text(row["slot_accepted_length"]), row["drafts"]]
             for row in document["sweep"]
         ]
         if "best_draft_len" in document:
@@ -398,5 +398,6 @@ def _show_simulated(document: dict[str, Any]) -> None:
         output().table(head, cells)
 
 
-def _number(value: float | None) -> str:
+def length_text(value: float | None) -> str:
+    """``1.234``; a dash where nothing was measured."""
     return "–" if value is None else f"{value:.3f}"

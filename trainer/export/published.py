@@ -301,14 +301,7 @@ def import_drafter(
     config = config_class(name).model_validate(values)
     covered = coverage(found.vocab, count_store(store, head.vocab_size))
     train_ids = [entry.id for _, entry in store.entries if entry.split == "train"]
-    spec = checkpoint.DrafterSpec(
-        config=found.config.model_dump(mode="json"),
-        target=target,
-        head=store.manifest.head,
-        store=store.fs.address,
-        seed=config.train.seed,
-        step=0,
-    )
+    spec = checkpoint.DrafterSpec.of(found.config, store, config.train.seed, 0)
     cursor = Cursor(config.data.seed, 0, 0, Order(train_ids).digest)
     state = checkpoint.CheckpointState(step=0, cursor=cursor.to_json(), total_steps=0, files={})
     torch.manual_seed(config.train.seed)

@@ -17,21 +17,13 @@ import yaml
 from safetensors.torch import save
 from torch import Tensor
 
-from hiddenstore.errors import (
-    ConfigError,
-    CorruptionError,
-    FormatError,
-    HiddenstoreError,
-    Kind,
-    NotFoundError,
-    StorageError,
-)
+from hiddenstore.errors import ConfigError, CorruptionError, HiddenstoreError, Kind, NotFoundError, StorageError
 from hiddenstore.fs.publish import new_folder, place_file, refuse_existing_file, refuse_existing_folder, room_beside
 from hiddenstore.fs.seam import storage_error, storage_errors
 from hiddenstore.store import Store
 from hiddenstore.targets.identity import has_adapter, target_argument
 from trainer.attention.rope import RopeScaling
-from trainer.drafters import drafter_kind
+from trainer.drafters import drafter_kind, refuse_target
 from trainer.drafters.base import Drafter
 from trainer.evaluate.cost import kept
 from trainer.export.published import read_published
@@ -162,10 +154,8 @@ def _write_gguf(file: Path, checkpoint: Checkpoint, reads: Reads, made: Files, a
             kind=Kind.OPTION_INVALID,
             hint="--target TARGET.gguf; llama.cpp makes it: python convert_hf_to_gguf.py TARGET --outfile TARGET.gguf",
         )
-    differences = gguf.target_differences(target, about["target"])
-    if differences:
-        problem = f"--target {target} is not the target the drafter was trained for ({checkpoint.identity.name})"
-        raise FormatError(f"{problem}:\n" + "\n".join(differences), kind=Kind.TARGET_MISMATCH)
+    problem = f"--target {target} is not the target the drafter was trained for ({checkpoint.identity.name})"
+    refuse_target(gguf.target_differences(target, about["target"]), problem)
     tensors = gguf.write(file, reads.architecture, made.config, made.tensors, target=target, about=about)
     fields = gguf.fields_of(reads.architecture, made.config)
     return Files({"target_layer_ids": fields.get(f"{reads.architecture}.target_layers")}, tensors)

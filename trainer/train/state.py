@@ -194,14 +194,7 @@ def save_checkpoint(state: TrainState, cursor: Cursor) -> None:
 def _write_checkpoint(
     state: TrainState, cursor: Cursor, weights: dict[str, Tensor], optimizer: dict[str, Tensor]
 ) -> None:
-    spec = checkpoint.DrafterSpec(
-        config=state.config.drafter.model_dump(mode="json"),
-        target=state.store.capture.target,
-        head=state.store.manifest.head,
-        store=state.store.fs.address,
-        seed=state.config.train.seed,
-        step=state.step,
-    )
+    spec = checkpoint.DrafterSpec.of(state.config.drafter, state.store, state.config.train.seed, state.step)
     document = checkpoint.CheckpointState(
         step=state.step,
         cursor=cursor.to_json(),
