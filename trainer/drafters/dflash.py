@@ -518,6 +518,8 @@ def _windows(facts: TargetFacts) -> dict[str, Any]:
 class _DFlashKind(DrafterKind[DFlash, DFlashConfig, BlockLoss]):
     name = layers = "dflash"
     config, loss = DFlashConfig, BlockLoss
+    model: type[DFlash] = DFlash
+    teaching: type[BlockObjective] = BlockObjective
     export = DFLASH_EXPORT
 
     def derive(self, facts: TargetFacts) -> dict[str, dict[str, Any]]:
@@ -537,10 +539,10 @@ class _DFlashKind(DrafterKind[DFlash, DFlashConfig, BlockLoss]):
         return Needs(config.aux_layers, "supervised" if loss is not None and loss.reads_teacher else "none")
 
     def build(self, config: DFlashConfig, target: TargetInterface, seed: int) -> DFlash:
-        return DFlash.build(config, target.head, target.vocab, seed)
+        return self.model.build(config, target.head, target.vocab, seed)
 
     def objective(self, model: DFlash, target: TargetInterface, loss: BlockLoss) -> BlockObjective:
-        return BlockObjective(model, Teacher.of(target), loss)
+        return self.teaching(model, Teacher.of(target), loss)
 
     def hits(self, model: DFlash, target: TargetInterface, pack: PackedBatch, draft_len: int) -> Tensor:
         return block_hits(model, target.vocab, pack, draft_len)

@@ -27,7 +27,6 @@ from trainer.drafters.live import draft_logits
 from trainer.formats.dspark import DSPARK as DSPARK_EXPORT
 from trainer.losses.fused_head import StepLosses, head_losses
 from trainer.losses.kinds import Compared, LossKind, Slopes
-from trainer.losses.teacher import TargetInterface, Teacher
 from trainer.slots import BlockMap
 from trainer.vocab import DraftVocab
 
@@ -179,7 +178,7 @@ class DSparkObjective(BlockObjective):
 
 class _DSparkKind(type(DFLASH)):  # type: ignore[misc]
     name = "dspark"
-    config, loss = DSparkConfig, DSparkLoss
+    config, loss, model, teaching = DSparkConfig, DSparkLoss, DSpark, DSparkObjective
     export = DSPARK_EXPORT
 
     def derive(self, facts: TargetFacts) -> dict[str, dict[str, Any]]:
@@ -194,12 +193,6 @@ class _DSparkKind(type(DFLASH)):  # type: ignore[misc]
 
     def needs(self, config: DSparkConfig, loss: LossConfig | None) -> Needs:
         return Needs(config.aux_layers, "none" if loss is None else "supervised")
-
-    def build(self, config: DSparkConfig, target: TargetInterface, seed: int) -> DSpark:
-        return DSpark.build(config, target.head, target.vocab, seed)
-
-    def objective(self, model: DSpark, target: TargetInterface, loss: DSparkLoss) -> DSparkObjective:
-        return DSparkObjective(model, Teacher.of(target), loss)
 
 
 DSPARK = _DSparkKind()

@@ -38,7 +38,7 @@ from trainer.drafters.base import (
     seeded,
 )
 from trainer.drafters.blocks import DecoderLayer, RMSNorm, Rotary, recomputed, rotate
-from trainer.drafters.live import RecurrentKind, recurrent_hits
+from trainer.drafters.live import KeyValues, RecurrentKind, recurrent_hits
 from trainer.formats.eagle3 import EAGLE3 as EAGLE3_EXPORT
 from trainer.losses.fused_head import StepLosses, Supervision, head_losses, step_scales, step_weights
 from trainer.losses.kinds import LOSSES
@@ -209,9 +209,6 @@ class TttObjective:
         return self.model.lm_head.weight.device
 
 
-KeyValue = tuple[Tensor, Tensor]
-
-
 def unrolled(model: "Eagle3", batch: PackedBatch, slot_map: SlotMap, steps: int) -> Tensor:
     """States after the final norm at every TTT step, step by step: [K*A, H]."""
     stages = stages_of(model)
@@ -219,7 +216,7 @@ def unrolled(model: "Eagle3", batch: PackedBatch, slot_map: SlotMap, steps: int)
     from_tokens = project_tokens(model, F.pad(batch.input_ids, (0, steps + 1)))
     positions = batch.positions[slot_map.active]
 
-    def later(i: int, hidden: Tensor, before: list[list[KeyValue]]) -> tuple[Tensor, list[KeyValue]]:
+    def later(i: int, hidden: Tensor, before: list[list[KeyValues]]) -> tuple[Tensor, list[KeyValues]]:
         tokens: Tensor | None = gather_pieces(from_tokens, _pieces(slot_map.ranges, 1 + i))
         tables, step_keys = model.rotary.at(positions + i), []
         for stage, later_keys in zip(stages, before, strict=True):
@@ -232,7 +229,7 @@ def unrolled(model: "Eagle3", batch: PackedBatch, slot_map: SlotMap, steps: int)
 
     hidden = first_step(model, stages, batch, slot_map, from_tokens[1 : batch.input_ids.shape[0] + 1])
     outputs = []
-    later_keys: list[list[KeyValue]] = [[] for _ in stages]
+    later_keys: list[list[KeyValues]] = [[] for _ in stages]
     for i in range(steps):
         if i > 0:
             hidden, step_keys = recomputed(model.recompute, later, i, hidden, [list(keys) for keys in later_keys])
@@ -305,7 +302,7 @@ class Stage:
     norm: torch.nn.Module
     weight: Tensor
     residual_normed: bool
-    prefix: KeyValue = field(init=False)
+    prefix: KeyValues = field(init=False)
     ranges: tuple[SlotRange, ...] = ()
 
     def project(self, normed: Tensor, tokens: Tensor | None, part: slice = slice(None)) -> Tensor:
@@ -318,7 +315,7 @@ class Stage:
         attention = self.layer.self_attn
         return self.project(normed, tokens, slice(attention.q_width)).unflatten(-1, (-1, attention.head_dim))
 
-    def keys_values(self, normed: Tensor, tokens: Tensor | None) -> KeyValue:
+    def keys_values(self, normed: Tensor, tokens: Tensor | None) -> KeyValues:
         """Two of [n, G, E]."""
         attention = self.layer.self_attn
         kv = self.project(normed, tokens, slice(attention.q_width, None)).unflatten(-1, (-1, attention.head_dim))
@@ -502,9 +499,7 @@ class Eagle3(Drafter):
     def step(
         self, g: Tensor, next_ids: Tensor, positions: Tensor, cache: KVCache, last: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Decode n slots after those in ``cache``: returns what the next step reads as g [n, H], and logits [n, U]. g
-        [n, H]: ``start`` of verified rows, or what ``step`` returned for the slot before. next_ids int64 [n]: the token
-        after each row. positions int64 [n] of the rows. ``last``: make the logits of so many last slots only."""
+        """See `trainer.drafters.live.Recurrent`."""
         normed = self.midlayer.hidden_norm(g)
         x = torch.cat([self.midlayer.input_layernorm(self.embed(next_ids)), normed], -1)
         hidden = normed if self.config.norm_before_residual else g

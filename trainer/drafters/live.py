@@ -38,7 +38,8 @@ class Recurrent(Protocol):
         self, g: Tensor, next_ids: Tensor, positions: Tensor, cache: KVCache, last: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Decode n slots after those in ``cache``: what the next step reads as g [n, H], and logits [n, U], or those of
-        the ``last`` slots only."""
+        the ``last`` slots only. g [n, H]: ``begin`` of verified rows, or what ``step`` returned for the slot before.
+        next_ids int64 [n]: the token after each row. positions int64 [n] of the rows."""
 
 
 @torch.no_grad()
