@@ -226,27 +226,14 @@ def _show(document: dict[str, Any]) -> None:
         rows.append(("eval, same text", f"{document['simulated_accepted_length']:.3f}"))
     if document["untrained_accepted_length"] is not None:
         rows.append(("untrained", f"{document['untrained_accepted_length']:.3f}"))
-    rows += [
-        (
-            "same as greedy",
-            f"{identical} of {document['prompts'] * drafts} answers{departed}"
-            if document["identical_to_greedy"] is not None
-            else f"sampled at temperature {document['temperature']:g}, drafts {document['draft_sample_method']}",
-        ),
-        (
-            "left out",
-            f"{document['looping']} looping of {document['prompts_tried']} ({percent(document['looping_share'])})",
-        ),
-        (
-            "target forwards",
-            f"{document['target_forwards']:,} = {document['drafts']:,} drafts + {document['prefills']:,} prefills, "
-            f"for {document['answer_tokens']:,} tokens",
-        ),
-        (
-            "tokens/s",
-            f"{document['tokens_per_s']:,.1f}  without a drafter {document['baseline_tokens_per_s']:,.1f}",
-        ),
-    ]
+    same = f"{identical} of {document['prompts'] * drafts} answers{departed}"
+    if document["identical_to_greedy"] is None:
+        same = f"sampled at temperature {document['temperature']:g}, drafts {document['draft_sample_method']}"
+    left_out = f"{document['looping']} looping of {document['prompts_tried']} ({percent(document['looping_share'])})"
+    forwards = f"{document['target_forwards']:,} = {document['drafts']:,} drafts + {document['prefills']:,} prefills"
+    speed = f"{document['tokens_per_s']:,.1f}  without a drafter {document['baseline_tokens_per_s']:,.1f}"
+    rows += [("same as greedy", same), ("left out", left_out)]
+    rows += [("target forwards", f"{forwards}, for {document['answer_tokens']:,} tokens"), ("tokens/s", speed)]
     output().pairs(rows)
     if len(document["sweep"]) > 1:
         output().table(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hiddenstore.targets.folder import TargetFolder
     from schemas.manifest import Split
     from trainer.evaluate.acceptance import DraftShape
-    from trainer.evaluate.simulate import Evaluation, NgramFloor
+    from trainer.evaluate.simulate import NgramFloor
     from trainer.evaluate.target import LiveTarget
     from trainer.train.run_folder import LoadedDrafter, RunInfo
 
@@ -100,14 +100,9 @@ def acceptance_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
             f"{length:.3f}  order {document['ngram_order']} of 1–4, from "
             f"{document['ngram_training_tokens']:,} training tokens"
         )
-    return [
-        (
-            "accepted length",
-            f"{document['accepted_length']:.3f}  drafts of {shape_text(document)}, bonus token counted",
-        ),
-        ("by position", positions_text(document["per_position"])),
-        ("n-gram floor", floor),
-    ]
+    accepted = f"{document['accepted_length']:.3f}  drafts of {shape_text(document)}, bonus token counted"
+    by_position = positions_text(document["per_position"])
+    return [("accepted length", accepted), ("by position", by_position), ("n-gram floor", floor)]
 
 
 def shape_text(row: dict[str, Any]) -> str:
@@ -298,12 +293,14 @@ def _simulate(
     if trained_on is None:
         output().warn(f"{info.spec.store} is gone: the n-gram floor is made from the training split of {store}")
     floor = simulate.floor(trained_on or text, results[0].texts, shapes[-1].length, split)
+    sweep = [tally.row() | {"slot_accepted_length": tally.slot_accepted_length} for tally in results[0].tallies]
     document = {
         "run": run,
         "step": drafters[0].step,
         "store": store,
         "split": split,
-        **_simulated(results[0]),
+        **sweep[-1],
+        **{"samples": len(results[0].texts), "tokens": results[0].tally.tokens, "sweep": sweep},
         **floor_members(floor),
         "ngram_per_order": list(floor.per_order),
         "untrained_accepted_length": results[1].tally.accepted_length if untrained else None,
@@ -363,11 +360,6 @@ def _keep_what_pays(document: dict[str, Any], run: Path) -> None:
         f"{document['speedup']:.2f}x of plain decoding in this process; export keeps its own length, and "
         "hiddenstore eval --serve DRAFTER measures an engine"
     )
-
-
-def _simulated(result: "Evaluation") -> dict[str, Any]:
-    sweep = [tally.row() | {"slot_accepted_length": tally.slot_accepted_length} for tally in result.tallies]
-    return {**sweep[-1], "samples": len(result.texts), "tokens": result.tally.tokens, "sweep": sweep}
 
 
 def _show_simulated(document: dict[str, Any]) -> None:

@@ -249,7 +249,9 @@ def _measured(
     if all(row["accepted_length"] is None for row in rows):
         output().warn("the server counts no drafts where we can read it: speed only")
     totals = [row for row in rows if row["task"] == ALL]
-    overall = max(totals, key=_payment) if options.draft_lens else totals[0]
+    overall = totals[0]
+    if options.draft_lens:
+        overall = max(totals, key=lambda row: (is_shown_to_pay(row["speedup_rounds"]), row["speedup"]))
     names = ("draft_len", "accepted_length", "per_position", "drafts", "tokens_per_s", "baseline_tokens_per_s")
     return {
         **{name: overall[name] for name in (*names, "speedup", "speedup_rounds")},
@@ -258,10 +260,6 @@ def _measured(
         "differences": [one.document() for one in parted if not one.is_tie],
         "rows": rows,
     }
-
-
-def _payment(row: dict[str, Any]) -> tuple[bool, float]:
-    return is_shown_to_pay(row["speedup_rounds"]), row["speedup"]
 
 
 def _open(options: ServerOptions, url: str, render: Render | None) -> Server:

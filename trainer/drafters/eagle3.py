@@ -209,40 +209,8 @@ class TttObjective:
         return self.model.lm_head.weight.device
 
 
-def unrolled(model: "Eagle3", batch: PackedBatch, slot_map: SlotMap, steps: int) -> Tensor:
-    """States after the final norm at every TTT step, step by step: [K*A, H]."""
-    stages = stages_of(model)
-    # The embedding half of the projection depends on the token alone, so one product serves every step.
-    from_tokens = project_tokens(model, F.pad(batch.input_ids, (0, steps + 1)))
-    positions = batch.positions[slot_map.active]
-
-    def later(i: int, hidden: Tensor, before: list[list[KeyValues]]) -> tuple[Tensor, list[KeyValues]]:
-        tokens: Tensor | None = gather_pieces(from_tokens, _pieces(slot_map.ranges, 1 + i))
-        tables, step_keys = model.rotary.at(positions + i), []
-        for stage, later_keys in zip(stages, before, strict=True):
-            normed = stage.norm(hidden)
-            q, k, v = stage.layer.self_attn.split(stage.project(normed, tokens))
-            step_keys.append((rotate(k, *tables), v))
-            attended = ttt_attention(rotate(q, *tables), *stage.prefix, [*later_keys, step_keys[-1]], stage.ranges)
-            hidden, tokens = stage.finish(hidden, normed, attended), None
-        return hidden, step_keys
-
-    hidden = first_step(model, stages, batch, slot_map, from_tokens[1 : batch.input_ids.shape[0] + 1])
-    outputs = []
-    later_keys: list[list[KeyValues]] = [[] for _ in stages]
-    for i in range(steps):
-        if i > 0:
-            hidden, step_keys = recomputed(model.recompute, later, i, hidden, [list(keys) for keys in later_keys])
-            for keys, more in zip(later_keys, step_keys, strict=True):
-                keys.append(more)
-        out = model.norm(hidden)
-        outputs.append(out)
-        hidden = out if model.config.norm_output else hidden
-    return torch.cat(outputs)
-
-
 def unrolled_mixed(model: "Eagle3", batch: PackedBatch, slot_map: SlotMap, steps: int, how: Mixing) -> Tensor:
-    """As `unrolled`, where every step is a causal pass over all rows that read mixed hidden states."""
+    """As `Eagle3.unroll`, where every step is a causal pass over all rows that read mixed hidden states."""
     stages, tables = stages_of(model), model.rotary.at(batch.positions)
     everyone, shares = document_ranges(batch.document), draw_shares(batch, steps, model.rng_key)
     from_tokens = project_tokens(model, F.pad(batch.input_ids[1:], (0, 1)))
@@ -512,7 +480,34 @@ class Eagle3(Drafter):
 
     def unroll(self, batch: PackedBatch, slot_map: SlotMap, steps: int) -> Tensor:
         """States after the final norm at every TTT step, step by step: [K*A, H]."""
-        return unrolled(self, batch, slot_map, steps)
+        stages = stages_of(self)
+        # The embedding half of the projection depends on the token alone, so one product serves every step.
+        from_tokens = project_tokens(self, F.pad(batch.input_ids, (0, steps + 1)))
+        positions = batch.positions[slot_map.active]
+
+        def later(i: int, hidden: Tensor, before: list[list[KeyValues]]) -> tuple[Tensor, list[KeyValues]]:
+            tokens: Tensor | None = gather_pieces(from_tokens, _pieces(slot_map.ranges, 1 + i))
+            tables, step_keys = self.rotary.at(positions + i), []
+            for stage, later_keys in zip(stages, before, strict=True):
+                normed = stage.norm(hidden)
+                q, k, v = stage.layer.self_attn.split(stage.project(normed, tokens))
+                step_keys.append((rotate(k, *tables), v))
+                attended = ttt_attention(rotate(q, *tables), *stage.prefix, [*later_keys, step_keys[-1]], stage.ranges)
+                hidden, tokens = stage.finish(hidden, normed, attended), None
+            return hidden, step_keys
+
+        hidden = first_step(self, stages, batch, slot_map, from_tokens[1 : batch.input_ids.shape[0] + 1])
+        outputs = []
+        later_keys: list[list[KeyValues]] = [[] for _ in stages]
+        for i in range(steps):
+            if i > 0:
+                hidden, step_keys = recomputed(self.recompute, later, i, hidden, [list(keys) for keys in later_keys])
+                for keys, more in zip(later_keys, step_keys, strict=True):
+                    keys.append(more)
+            out = self.norm(hidden)
+            outputs.append(out)
+            hidden = out if self.config.norm_output else hidden
+        return torch.cat(outputs)
 
     def decoder_layers(self) -> list[DecoderLayer]:
         """Layer 0 first."""

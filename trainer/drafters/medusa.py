@@ -159,8 +159,9 @@ class MedusaObjective:
 
     @torch.no_grad()
     def prepare(self, batch: PackedBatch) -> MedusaInputs:
-        """Find the rows that teach and what each head is taught there."""
-        rows = _taught_rows(batch)
+        """Find the rows that teach, whose next token is supervised and of their document, and what each head is taught
+        there."""
+        rows = torch.nonzero(batch.loss_mask[1:] & (batch.document[1:] == batch.document[:-1]))[:, 0]
         ahead, taught = following_rows(batch.document, rows + 1, self.depths)
         taught &= batch.loss_mask[ahead]
         labels = torch.where(taught, self.teacher.draft_token(batch.input_ids[ahead]), -1)
@@ -213,11 +214,6 @@ class LiveMedusa:
         logits = [self._model.states(features, k).float() @ self._model.head_weight(k).float().T for k in heads]
         ids: list[int] = self._target.vocab.target_ids[pick(torch.cat(logits))].tolist()
         return ids
-
-
-def _taught_rows(batch: PackedBatch) -> Tensor:
-    """Rows t whose next token is supervised, in the same document: int64 [R], ascending."""
-    return torch.nonzero(batch.loss_mask[1:] & (batch.document[1:] == batch.document[:-1]))[:, 0]
 
 
 class _MedusaKind(DrafterKind[Medusa, MedusaConfig, MedusaLoss]):

@@ -83,14 +83,12 @@ def shard_of(batch: PackedBatch, context: ContextGroup, halo: int) -> PackShard:
     """This rank's shard of a pack that all ranks of the context have; ``halo`` tokens follow each piece."""
     tokens, device = batch.input_ids.shape[0], batch.input_ids.device
     cuts = [tokens * piece // (2 * context.size) for piece in range(2 * context.size + 1)]
-    owners = [_pieces_of(rank, context.size) for rank in range(context.size)]
+    owners = [(rank, 2 * context.size - 1 - rank) for rank in range(context.size)]
     spans = [(cuts[piece], cuts[piece + 1]) for piece in owners[context.index]]
     reach = [(begin, min(end + halo, tokens) if end > begin else begin) for begin, end in spans]
     rows = torch.cat([torch.arange(begin, end, device=device) for begin, end in reach])
     piece = torch.cat([torch.full((end - begin,), i, device=device) for i, (begin, end) in enumerate(reach)])
-    local = torch.cat([(rows >= begin) & (rows < end) & (piece == i) for i, (begin, end) in enumerate(spans)]).view(
-        2, -1
-    )
+    local = torch.stack([(rows >= begin) & (rows < end) & (piece == i) for i, (begin, end) in enumerate(spans)])
     longest = max(sum(cuts[p + 1] - cuts[p] for p in local_rows) for local_rows in owners)
     source = torch.empty(tokens, dtype=torch.int64, device=device)
     for rank, local_rows in enumerate(owners):
@@ -102,10 +100,6 @@ def shard_of(batch: PackedBatch, context: ContextGroup, halo: int) -> PackShard:
         context, rows, torch.nonzero(local.any(0))[:, 0], source, longest, document_starts(batch.document)
     )
     return _cut(batch, reach, piece, shard_map)
-
-
-def _pieces_of(rank: int, size: int) -> tuple[int, int]:
-    return rank, 2 * size - 1 - rank
 
 
 def _cut(batch: PackedBatch, reach: list[tuple[int, int]], piece: Tensor, shard_map: ShardMap) -> PackShard:

@@ -63,7 +63,7 @@ def resolve(engine: ServingEngine, options: ServeOptions) -> Resolved:
     if options.version is None and exported_for and parse_version(exported_for) != parse_version(version):
         version = exported_for
     parse_version(version)
-    engine.check(method, version)
+    engine.reads(method, version)
     warnings = []
     if drafter and needs_model(method):
         check_engine(drafter, engine, version)

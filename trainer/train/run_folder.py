@@ -303,7 +303,8 @@ def create(
         imported_from=imported_from,
         id=secrets.token_hex(8),
     )
-    snapshot = store.snapshot(_snapshot_name(path))
+    # Random digits: a folder that is emptied and trained in anew is another run.
+    snapshot = store.snapshot(f"run-{re.sub('[^A-Za-z0-9._-]', '-', path.name)[:60]}-{secrets.token_hex(4)}")
     files = {
         checkpoint.VOCAB: vocab.save_bytes(),
         CONFIG: settings.dump(config).encode(),
@@ -333,11 +334,6 @@ def create(
             lock.release()
             path.rmdir()
         raise
-
-
-def _snapshot_name(run: Path) -> str:
-    """Random digits: a folder that is emptied and trained in anew is another run."""
-    return f"run-{re.sub('[^A-Za-z0-9._-]', '-', run.name)[:60]}-{secrets.token_hex(4)}"
 
 
 def pin(store: Store, name: str, *, must: bool = False) -> None:
