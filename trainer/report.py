@@ -28,15 +28,7 @@ from trainer.evaluate.acceptance import DraftShape, answers, drafts
 from trainer.evaluate.simulate import Evaluation, NgramFloor, evaluate_packs, floor, split_packs
 from trainer.settings import config_class, derived, load_config
 from trainer.train.log import Curves, read_curves, step_seconds
-from trainer.train.run_folder import (
-    CONFIG,
-    RunFacts,
-    RunInfo,
-    drafter_name,
-    load_drafter,
-    read_facts,
-    run_snapshot,
-)
+from trainer.train.run_folder import CONFIG, RunFacts, RunInfo, drafter_name, load_drafter, read_facts, run_snapshot
 
 _WAITING = 0.1
 _SPIKES = 0.01

@@ -261,11 +261,7 @@ def reasons(store: "Store", config: TrainConfig) -> dict[str, str]:
     facts = TargetFacts(target.hidden_size, target.num_layers, target.vocab_size, {}, (), partial(_target_file, store))
     start = "" if config.train.init_from is None else "as the drafter that it starts from"
     why |= {f"drafter.{key}": "the target's" for key in _dimensions(facts, store.manifest.head.norm_eps)}
-    why |= {
-        "data.batch_tokens": _batch(store)[1],
-        "data.pack_tokens": pack,
-        "optim.lr": _rate_reason(store, config),
-    }
+    why |= {"data.batch_tokens": _batch(store)[1], "data.pack_tokens": pack, "optim.lr": _rate_reason(store, config)}
     why["drafter.vocab_size"] = "the target's whole vocabulary"
     if config.drafter.vocab_size < target.vocab_size:
         why["drafter.vocab_size"] = (
@@ -354,6 +350,15 @@ def default_lr(hidden_size: int) -> float:
     """1e-4 at width 4096 (SpecForge, TorchSpec, ModelOpt, speculators), rising as drafters shrink; two digits. The
     exponent is set by a 192-wide drafter, which learns fastest near 5e-3."""
     return float(f"{min(5e-3, 1e-4 * (4096 / hidden_size) ** 1.28):.1e}")
+
+
+def value_text(value: Any) -> str:
+    """A value of ``model_dump(mode="json")`` as a person gives it."""
+    if value is None:
+        return "none"
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def target_config(store: "Store") -> dict[str, Any]:

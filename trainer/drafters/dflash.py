@@ -165,7 +165,6 @@ class BlockObjective:
         return total
 
     def losses(self, inputs: BlockInputs, denominators: Tensor) -> StepLosses:
-        """What this pack adds to the loss of the global batch."""
         states = self.model.block_states(inputs.batch, inputs.block_map)
         return self.losses_of(states, inputs, self.scales(denominators))
 
@@ -390,18 +389,15 @@ class DFlash(Drafter):
 
     @property
     def block_size(self) -> int:
-        """B."""
         return self.config.block_size
 
     @property
     def window(self) -> int | None:
-        """How far a slot sees in any layer."""
         windows = self.config.windows
         return None if None in windows else self.config.sliding_window
 
     @property
     def first_slot(self) -> int:
-        """The first slot that proposes."""
         return self.block_size - self.config.longest
 
     def head_weight(self) -> Tensor:
@@ -409,11 +405,9 @@ class DFlash(Drafter):
         return self.lm_head.weight if self.frozen_head is None else self.frozen_head
 
     def logits(self, states: Tensor, previous: Tensor) -> Tensor:
-        """Draft logits fp32 [n, U] of states [n, D] that follow the tokens int64 [n]."""
         return draft_logits(states, self.head_weight())
 
     def context(self, aux: Tensor, positions: Tensor, pieces: tuple[Piece, ...] | None = None) -> list[KeyValues]:
-        """Keys and values of every layer for captured states [L, T, D] at positions int64 [T], or for ``pieces``."""
         if pieces is not None:
             positions = gather_pieces(positions, pieces)
             aux = torch.stack([gather_pieces(layer, pieces) for layer in aux])

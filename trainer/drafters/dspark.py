@@ -56,7 +56,6 @@ class DSparkLoss(BlockLoss):
 
     @property
     def reads_teacher(self) -> bool:
-        """Whether the final hidden is read."""
         return True
 
     def as_rejection(self) -> Self:
@@ -85,7 +84,6 @@ class DSparkConfig(DFlashConfig):
 
     @property
     def longest(self) -> int:
-        """K: tokens of one draft."""
         return self.block_size
 
 
@@ -123,7 +121,6 @@ class DSpark(DFlash):
             self.confidence_head = ConfidenceHead(config.hidden_size + config.markov_rank)
 
     def logits(self, states: Tensor, previous: Tensor) -> Tensor:
-        """Draft logits fp32 [n, U] of states [n, D] that follow the tokens int64 [n]."""
         before = F.embedding(previous, self.markov_head.markov_w1.weight)
         bias = draft_logits(before, self.markov_head.markov_w2.weight)
         return super().logits(states, previous) + bias

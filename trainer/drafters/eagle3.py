@@ -13,7 +13,6 @@ A active slots, N query heads, G key heads, E head width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, Protocol, Self
 
 import torch
@@ -38,7 +37,7 @@ from trainer.drafters.base import (
     seeded,
 )
 from trainer.drafters.blocks import DecoderLayer, RMSNorm, Rotary, recomputed, rotate
-from trainer.drafters.live import KeyValues, RecurrentKind, recurrent_hits
+from trainer.drafters.live import KeyValues, RecurrentKind
 from trainer.formats.eagle3 import EAGLE3 as EAGLE3_EXPORT
 from trainer.losses.fused_head import StepLosses, Supervision, head_losses, step_scales, step_weights
 from trainer.losses.kinds import LOSSES
@@ -154,7 +153,6 @@ class TttObjective:
         return counts.sum().expand_as(counts).clone() if self.loss.reduction == "all" else counts
 
     def losses(self, inputs: TttInputs, denominators: Tensor) -> StepLosses:
-        """What this pack adds to the loss of the global batch."""
         states = self._states(inputs)
         active = inputs.slot_map.active.shape[0]
         step_offset = torch.arange(self.loss.steps, device=states.device) * active
@@ -180,7 +178,9 @@ class TttObjective:
     def _teach(self, batch: PackedBatch, rows: Tensor) -> tuple[Tensor, TeacherRows, Tensor]:
         """Rows that have a teacher int64 [R], what it says there, and which of them can teach: bool [R]."""
         if self._kind.teacher == "text":
-            rows, teacher = self._text(batch, rows)
+            # The rows that a token follows are taught by that token; no final hidden is read.
+            rows, token = next_tokens(batch, rows)
+            teacher = TeacherRows(batch.aux.new_empty(len(rows), 0), token, self.teacher.draft_token(token) >= 0)
         else:
             mass = self._kind.overlap and self.loss.overlap_mass == "whole"
             teacher = self.teacher.read(batch, rows, token=self._kind.teacher == "target", mass=mass)
@@ -188,11 +188,6 @@ class TttObjective:
         if self._kind.teacher == "target" and teacher.token is not None:
             usable = self.teacher.draft_token(teacher.token) >= 0
         return rows, teacher, usable
-
-    def _text(self, batch: PackedBatch, rows: Tensor) -> tuple[Tensor, TeacherRows]:
-        """The rows that a token follows, taught by that token; no final hidden is read."""
-        rows, token = next_tokens(batch, rows)
-        return rows, TeacherRows(batch.aux.new_empty(len(rows), 0), token, self.teacher.draft_token(token) >= 0)
 
     def _supervision(self, slots: Tensor, teacher: TeacherRows) -> Supervision:
         labels = None if teacher.token is None else self.teacher.draft_token(teacher.token)
@@ -479,7 +474,6 @@ class Eagle3(Drafter):
         return (normed if self.config.norm_output else hidden), self.lm_head(normed if last is None else normed[-last:])
 
     def unroll(self, batch: PackedBatch, slot_map: SlotMap, steps: int) -> Tensor:
-        """States after the final norm at every TTT step, step by step: [K*A, H]."""
         stages = stages_of(self)
         # The embedding half of the projection depends on the token alone, so one product serves every step.
         from_tokens = project_tokens(self, F.pad(batch.input_ids, (0, steps + 1)))
@@ -537,9 +531,6 @@ class _Eagle3Kind(RecurrentKind[Eagle3, Eagle3Config, Eagle3Loss]):
 
     def splits_context(self, loss: Eagle3Loss) -> bool:
         return loss.mix_hidden_states == "none"
-
-    def hits(self, model: Eagle3, target: TargetInterface, pack: PackedBatch, draft_len: int) -> Tensor:
-        return recurrent_hits(partial(model.unroll, pack), model.lm_head.weight, target.vocab, pack, draft_len)
 
 
 EAGLE3 = _Eagle3Kind()

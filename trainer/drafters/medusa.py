@@ -177,7 +177,6 @@ class MedusaObjective:
         return sum((inputs.counts for inputs in packs), zeros)
 
     def losses(self, inputs: MedusaInputs, denominators: Tensor) -> StepLosses:
-        """What this pack adds to the loss of the global batch."""
         scales = step_scales(self._weights.to(denominators.device), denominators)
         heads = [self._losses(inputs, index, scales[index : index + 1]) for index in range(self.depths)]
         total, value = heads[0].total, heads[0].value

@@ -9,7 +9,6 @@ differs from family to family is a `trainer.formats.mtp.Layout`. Sources: docs/d
 Shapes: T tokens, D target width, V target vocabulary, K steps, A active slots, n rows, N query heads, E head width.
 """
 
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -26,7 +25,7 @@ from trainer.drafters.base import Needs, TargetFacts, Verified, require_width, s
 from trainer.drafters.blocks import Attention, DecoderLayer, OnePlusNorm, RMSNorm, Rotary, rotate
 from trainer.drafters.eagle1 import FeatureDrafter, require_every_final
 from trainer.drafters.eagle3 import TttLoss, TttObjective
-from trainer.drafters.live import RecurrentKind, recurrent_hits
+from trainer.drafters.live import RecurrentKind
 from trainer.formats.mtp import LAYOUTS
 from trainer.formats.mtp import MTP as MTP_EXPORT
 from trainer.losses.teacher import FrozenHead, TargetInterface, Teacher
@@ -206,10 +205,6 @@ class _MtpKind(RecurrentKind[Mtp, MtpConfig, MtpLoss]):
 
     def objective(self, model: Mtp, target: TargetInterface, loss: MtpLoss) -> TttObjective:
         return TttObjective(model, Teacher.of(target, drop_off_vocab=loss.drop_off_vocab), loss)
-
-    def hits(self, model: Mtp, target: TargetInterface, pack: PackedBatch, draft_len: int) -> Tensor:
-        weight = model.lm_head.weight.to(model.fc.weight.dtype)
-        return recurrent_hits(partial(model.unroll, pack), weight, target.vocab, pack, draft_len)
 
 
 MTP = _MtpKind()

@@ -35,7 +35,7 @@ from trainer.config import DrafterConfig
 from trainer.drafters import DRAFTERS, check_store, drafter_kind
 from trainer.export.support import drafter_export, recognised, require_named_target
 from trainer.formats import gguf
-from trainer.formats.base import DrafterExport, Target, Tensors
+from trainer.formats.base import ABOUT_FILE, DrafterExport, Target, Tensors
 from trainer.losses.teacher import TargetInterface
 from trainer.settings import config_class, derived
 from trainer.train import checkpoint
@@ -169,7 +169,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _export_convention(folder: Path) -> LayerConvention | None:
     """That of the engine a folder of ours was exported for; what cannot be read is not guessed."""
-    about = folder / "hiddenstore.json"
+    about = folder / ABOUT_FILE
     try:
         named = foreign_json(about.read_bytes()).get("layer_convention")
     except FileNotFoundError:

@@ -159,9 +159,7 @@ def config_differences(
     if expected.get("config_sha256") in (None, *known):
         return []
     text = config.get("text_config") or config
-    sizes = {"model_type": "model_type", "hidden_size": "hidden_size", "vocab_size": "vocab_size"} | {
-        "num_layers": "num_hidden_layers"
-    }
+    sizes = {name: name for name in ("model_type", "hidden_size", "vocab_size")} | {"num_layers": "num_hidden_layers"}
     lines = [
         f"{ours}: {expected[ours]} expected, {text.get(theirs)} found"
         for ours, theirs in sizes.items()

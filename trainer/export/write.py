@@ -21,6 +21,8 @@ from hiddenstore.errors import ConfigError, CorruptionError, HiddenstoreError, K
 from hiddenstore.fs.publish import new_folder, place_file, refuse_existing_file, refuse_existing_folder, room_beside
 from hiddenstore.fs.seam import storage_error, storage_errors
 from hiddenstore.store import Store
+from hiddenstore.targets.checkpoint import WEIGHTS_FILE
+from hiddenstore.targets.folder import CONFIG_FILE
 from hiddenstore.targets.identity import has_adapter, target_argument
 from trainer.attention.rope import RopeScaling
 from trainer.drafters import drafter_kind, refuse_target
@@ -29,16 +31,12 @@ from trainer.evaluate.cost import kept
 from trainer.export.published import read_published
 from trainer.export.support import ENGINES, checkpoint_word, drafter_export, require_named_target, required
 from trainer.formats import gguf
-from trainer.formats.base import LAYER_IDS, Checkpoint, Engine, Files, Reads, shares_embeddings, weights
+from trainer.formats.base import ABOUT_FILE, LAYER_IDS, Checkpoint, Engine, Files, Reads, shares_embeddings, weights
 from trainer.losses.teacher import TargetInterface
 from trainer.settings import target_config
 from trainer.train.run_folder import CONFIG, LoadedDrafter, RunInfo, describe, load_weights
 from trainer.vocab import DraftVocab
 
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
-ABOUT_FILE = "hiddenstore.json"
-ABOUT_SCHEMA = "hiddenstore.export/1"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 CHAIN, LONGEST_CHAIN = 3, 256
 """Tokens a chain drafts where nobody measured what pays: as `eval` and `decode` judge it; and far beyond any use."""
@@ -175,7 +173,7 @@ def about_export(checkpoint: Checkpoint, engine: Engine, version: str) -> dict[s
     ids_follow_engine = drafter_export(checkpoint.config.name).ids_follow_engine
     ids = {"layer_convention": engine.convention} if ids_follow_engine else {}
     return {
-        "schema": ABOUT_SCHEMA,
+        "schema": "hiddenstore.export/1",
         "drafter": checkpoint_word(checkpoint),
         "engine": engine.name,
         "engine_version": version,

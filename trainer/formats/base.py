@@ -225,6 +225,8 @@ def is_within(version: str, since: str | None, before: str | None) -> bool:
     return (since is None or release >= Version(since)) and (before is None or release < Version(before))
 
 
+ABOUT_FILE = "hiddenstore.json"
+"""What an export says of itself, beside its config and weights."""
 PROBE_TOKENS = 16
 PROBE_STEPS = 3
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"

@@ -9,7 +9,7 @@ local. The gradient of what was gathered is reduce-scattered: loss and gradients
 Shapes: T tokens of the pack, S of this rank's shard, R final rows, G key heads, E head width.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,16 +48,11 @@ class ShardMap:
 class PackShard(PackedBatch):
     """A rank's shard of a pack. ``document`` tells pieces apart as well as samples; ``tokens`` leaves the halo out."""
 
-    shard_map: ShardMap | None = None
+    shard_map: ShardMap = field(kw_only=True)
 
     @property
     def tokens(self) -> int:
-        return int(self._map.local.shape[0])
-
-    @property
-    def _map(self) -> ShardMap:
-        assert self.shard_map is not None
-        return self.shard_map
+        return int(self.shard_map.local.shape[0])
 
 
 def context_group(size: int, group: ProcessGroup) -> ContextGroup | None:
@@ -129,7 +124,7 @@ def _cut(batch: PackedBatch, reach: list[tuple[int, int]], piece: Tensor, shard_
 
 def local_slots(batch: PackedBatch) -> Tensor | None:
     """Which tokens of a shard are not halo, bool [S]; None for a pack that is not sharded."""
-    if not isinstance(batch, PackShard) or batch.shard_map is None:
+    if not isinstance(batch, PackShard):
         return None
     local = torch.zeros_like(batch.loss_mask)
     local[batch.shard_map.local] = True
@@ -141,7 +136,7 @@ def gather_prefix(
 ) -> tuple[Tensor, Tensor, tuple[SlotRange, ...]]:
     """Keys and values of step 0 over the pack [T, G, E], and the ranges in its rows. k0, v0 [S, G, E] of a shard;
     everything comes back as it is for a pack that is not sharded. Called by every rank of the context equally often."""
-    if not isinstance(batch, PackShard) or batch.shard_map is None:
+    if not isinstance(batch, PackShard):
         return k0, v0, ranges
     gathered: Tensor = _Gather.apply(torch.cat([k0, v0], -1), batch.shard_map)
     rows, starts = batch.shard_map.rows.tolist(), batch.shard_map.starts.tolist()

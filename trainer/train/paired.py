@@ -136,12 +136,12 @@ def train_pairs(
     plan: PairPlan,
     measure: Callable[[TrainState, Store], HeldOut],
     advance: Advance,
-    cut_from: Store | None = None,
+    whole: Store,
 ) -> list[PairedRow]:
     """A row per copy: drafters trained on its states against those trained on the original ones, seed by seed.
 
     ``measure`` says what a drafter does on held-out samples of ``original``; the samples are the same every time.
-    ``cut_from`` is the store that ``original`` is a selection of, which makes one input of many.
+    ``whole`` is the store that ``original`` is a selection of, which makes one input of many.
     """
     began, total = time.monotonic(), plan.steps * len(plan.seeds) * (1 + len(copies))
     by_seed: list[dict[str, HeldOut]] = []
@@ -150,7 +150,6 @@ def train_pairs(
         if plan.minutes is not None and done >= FEWEST_SEEDS and spent * (done + 1) / done > plan.minutes:
             break
         by_seed.append(overlaps_of_seed(original, copies, plan, seed, measure, partial(advance, total)))
-    whole = original if cut_from is None else cut_from
     return pair_rows(plan, by_seed, whole, (time.monotonic() - began) / 60)
 
 
