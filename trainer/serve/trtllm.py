@@ -204,28 +204,18 @@ RELAXED = {"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 10, "rel
 _SPECULATION = {"decoding_type", *MODEL, "max_draft_len", "num_nextn_predict_layers", *_NGRAM_POOL, *RELAXED}
 
 
-def speculative_config(
-    method: str,
-    model: str | None = None,
-    draft_len: int = 3,
-    version: str = VERSION,
-    settings: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The file's ``speculative_config`` in the spelling of ``version``; empty for ``none``. Raises ConfigError:
+def speculative_config(request: ServeRequest, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The file's ``speculative_config`` in the spelling of the version, ``settings`` over it. Raises ConfigError:
     ``serve-unsupported`` or ``serve-setting``."""
-    name = TRTLLM.method(method, version, model)
-    if method == "none":
-        return {}
-    words = spelling(version)
+    method, words = request.method, spelling(request.version)
+    name = TRTLLM.method(method, request.version, request.drafter)
     config: dict[str, Any] = {"decoding_type": words.draft_target if method == "draft-target" else name}
-    config[words.mtp_length if method == "mtp" else "max_draft_len"] = draft_len
-    if model is not None:
-        config[words.model] = model
+    config[words.mtp_length if method == "mtp" else "max_draft_len"] = request.draft_len
+    if request.drafter is not None:
+        config[words.model] = request.drafter
     config |= _NGRAM_POOL if method == "ngram" else {}
-    extra = dict(settings or {})
-    if extra.get("use_relaxed_acceptance_for_thinking"):
-        extra = RELAXED | extra
-    return config | extra
+    config |= RELAXED if settings.get("use_relaxed_acceptance_for_thinking") else {}
+    return config | dict(settings)
 
 
 def file_settings(request: ServeRequest) -> dict[str, Any]:
@@ -238,9 +228,7 @@ def file_settings(request: ServeRequest) -> dict[str, Any]:
         extra = {name: written.pop(name) for name in list(written) if name in _SPECULATION}
         if isinstance(written.get("speculative_config"), dict):
             extra |= written.pop("speculative_config")
-        settings["speculative_config"] = speculative_config(
-            request.method, request.drafter, request.draft_len, request.version, extra
-        )
+        settings["speculative_config"] = speculative_config(request, extra)
     for key, value in written.items():
         both = isinstance(value, Mapping) and isinstance(settings.get(key), dict)
         settings[key] = settings[key] | value if both else value
