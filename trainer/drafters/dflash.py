@@ -536,7 +536,7 @@ class _DFlashKind(DrafterKind[DFlash, DFlashConfig, BlockLoss]):
         return self.model.build(config, target.head, target.vocab, seed)
 
     def objective(self, model: DFlash, target: TargetInterface, loss: BlockLoss) -> BlockObjective:
-        return self.teaching(model, Teacher.of(target), loss)
+        return self.teaching(model, Teacher(target), loss)
 
     def hits(self, model: DFlash, target: TargetInterface, pack: PackedBatch, draft_len: int) -> Tensor:
         return block_hits(model, target.vocab, pack, draft_len)

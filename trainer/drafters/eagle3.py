@@ -527,7 +527,7 @@ class _Eagle3Kind(RecurrentKind[Eagle3, Eagle3Config, Eagle3Loss]):
 
     def objective(self, model: Eagle3, target: TargetInterface, loss: Eagle3Loss) -> TttObjective:
         kind = TttObjective if loss.mix_hidden_states == "none" else MixedObjective
-        return kind(model, Teacher.of(target, drop_off_vocab=loss.drop_off_vocab), loss)
+        return kind(model, Teacher(target, drop_off_vocab=loss.drop_off_vocab), loss)
 
     def splits_context(self, loss: Eagle3Loss) -> bool:
         return loss.mix_hidden_states == "none"

@@ -154,7 +154,7 @@ class MedusaObjective:
     def __init__(self, model: Medusa, target: TargetInterface, loss: MedusaLoss) -> None:
         self.model, self.target, self.loss = model, target, loss
         self.depths = model.config.medusa_heads
-        self.teacher = Teacher.of(target, drop_off_vocab=False)
+        self.teacher = Teacher(target, drop_off_vocab=False)
         self._weights = loss.head_weight * step_weights(self.depths, loss.decay)
 
     @torch.no_grad()

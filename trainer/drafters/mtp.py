@@ -204,7 +204,7 @@ class _MtpKind(RecurrentKind[Mtp, MtpConfig, MtpLoss]):
         return Mtp.build(config, target, seed)
 
     def objective(self, model: Mtp, target: TargetInterface, loss: MtpLoss) -> TttObjective:
-        return TttObjective(model, Teacher.of(target, drop_off_vocab=loss.drop_off_vocab), loss)
+        return TttObjective(model, Teacher(target, drop_off_vocab=loss.drop_off_vocab), loss)
 
 
 MTP = _MtpKind()

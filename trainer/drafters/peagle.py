@@ -256,7 +256,7 @@ class _PEagleKind(DrafterKind[PEagle, PEagleConfig, PEagleLoss]):
         return PEagle.build(config, target.head, target.vocab, seed)
 
     def objective(self, model: PEagle, target: TargetInterface, loss: PEagleLoss) -> ChainObjective:
-        teacher = Teacher.of(target, drop_off_vocab=loss.drop_off_vocab)
+        teacher = Teacher(target, drop_off_vocab=loss.drop_off_vocab)
         return ChainObjective(model, teacher, loss)
 
     def hits(self, model: PEagle, target: TargetInterface, pack: PackedBatch, draft_len: int) -> Tensor:
