@@ -75,10 +75,37 @@ class TrainState:
     begun: int | None = None
 
     def go_to(self, cursor: Cursor) -> None:
-        """Let the batches go on at a cursor, over the samples of its epoch."""
-        self.batches = batches_at(cursor, self.store, self.options, self.config, self.group, self.device)
-        if self.config.train.follow and cursor.epoch and not cursor.samples:
+        """Let the batches go on at a cursor, over the samples of its epoch. Raises ConflictError: ``cursor-mismatch``:
+        they are not those that it counts in."""
+        # Where an epoch begins, the cursor still names the samples of the one before.
+        begins = self.config.train.follow and not cursor.samples
+        name = self.group.broadcast_bytes(lambda: self._snapshot_at(cursor, begins).encode()).decode()
+        with self.group.all_or_none():
+            store = self.options.open_store(name) if name else self.store
+            batches = token_batches(store, self.config, self.group, self.device, epoch=cursor.epoch)
+            snapshot = batches.digest if begins else cursor.snapshot
+            batches.load_state_dict(replace(cursor, snapshot=snapshot).to_json())
+        self.batches = batches
+        if begins and cursor.epoch:
             self.begun = cursor.epoch
+
+    def _snapshot_at(self, cursor: Cursor, begins: bool) -> str:
+        """Name of the published snapshot that the epoch of ``cursor`` reads; empty for the run's own."""
+        prefix = f"{run_snapshot(self.path).name}.epoch-"
+        published = {
+            int(number): name.removesuffix(".json")
+            for name in self.store.fs.list(layout.SNAPSHOTS_DIR)
+            if (number := name.removeprefix(prefix).removesuffix(".json")).isdecimal() and name.startswith(prefix)
+        }
+        if begins and cursor.epoch and cursor.epoch not in published:
+            try:
+                name = f"{prefix}{cursor.epoch}"
+                self.options.open_store().save_snapshot(name)
+            except (StorageError, CorruptionError) as error:
+                output().warn(f"epoch {cursor.epoch + 1} reads no more than the one before it: {error.message}")
+            else:
+                return name
+        return published[max(numbers)] if (numbers := [n for n in published if n <= cursor.epoch]) else ""
 
     @property
     def path(self) -> Path:
@@ -355,37 +382,3 @@ def token_batches(
         epochs=None if endless else epoch + 1 if follows else 1 if validation else config.train.epochs,
         device=device,
     )
-
-
-def batches_at(
-    cursor: Cursor, first: Store, options: TrainOptions, config: TrainConfig, group: ProcessGroup, device: torch.device
-) -> TokenBatches:
-    """The batches from ``cursor`` on; ``first`` is the store at the run's snapshot. Raises ConflictError:
-    ``cursor-mismatch``: the samples of its epoch are not those that it counts in."""
-    name = group.broadcast_bytes(lambda: _snapshot_at(cursor, first, options, config).encode()).decode()
-    with group.all_or_none():
-        store = options.open_store(name) if name else first
-        batches = token_batches(store, config, group, device, epoch=cursor.epoch)
-        # Where an epoch begins, the cursor still names the samples of the one before.
-        is_new = config.train.follow and not cursor.samples
-        batches.load_state_dict(replace(cursor, snapshot=batches.digest if is_new else cursor.snapshot).to_json())
-    return batches
-
-
-def _snapshot_at(cursor: Cursor, first: Store, options: TrainOptions, config: TrainConfig) -> str:
-    """Name of the published snapshot that the epoch of ``cursor`` reads; empty for the run's own."""
-    prefix = f"{run_snapshot(options.run).name}.epoch-"
-    published = {
-        int(number): name.removesuffix(".json")
-        for name in first.fs.list(layout.SNAPSHOTS_DIR)
-        if (number := name.removeprefix(prefix).removesuffix(".json")).isdecimal() and name.startswith(prefix)
-    }
-    if config.train.follow and cursor.epoch and not cursor.samples and cursor.epoch not in published:
-        try:
-            name = f"{prefix}{cursor.epoch}"
-            options.open_store().save_snapshot(name)
-        except (StorageError, CorruptionError) as error:
-            output().warn(f"epoch {cursor.epoch + 1} reads no more than the one before it: {error.message}")
-        else:
-            return name
-    return published[max(numbers)] if (numbers := [n for n in published if n <= cursor.epoch]) else ""
