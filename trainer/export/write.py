@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 import yaml
 from safetensors.torch import save
-from torch import Tensor
 
 from hiddenstore.errors import ConfigError, CorruptionError, HiddenstoreError, Kind, NotFoundError, StorageError
 from hiddenstore.fs.publish import new_folder, place_file, refuse_existing_file, refuse_existing_folder, room_beside
@@ -230,7 +229,9 @@ def prove_equal(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> Non
         raise CorruptionError(
             f"{folder} is no drafter: {error}", kind=Kind.EXPORT_UNREADABLE, path=str(folder)
         ) from error
-    expected, found = _probe(_rounded(checkpoint, dtype), checkpoint), _probe(reloaded, checkpoint)
+    probe = drafter_export(checkpoint.config.name).probe
+    with torch.no_grad():
+        expected, found = (probe(model, checkpoint) for model in (_rounded(checkpoint, dtype), reloaded))
     same_tokens = torch.equal(vocab.target_ids, checkpoint.vocab.target_ids.cpu())
     same_layers = list(reloaded.config.aux_layers) == sorted(checkpoint.config.aux_layers)
     if not torch.equal(expected, found) or not same_tokens or not same_layers:
@@ -249,12 +250,6 @@ def read_back(folder: Path, checkpoint: Checkpoint) -> tuple[Drafter, DraftVocab
     model = kind.build(found.config, TargetInterface(checkpoint.head, found.vocab), 0)
     load_weights(model, found.weights, str(folder))
     return cast(Drafter, model.eval()), found.vocab
-
-
-@torch.no_grad()
-def _probe(model: Drafter, checkpoint: Checkpoint) -> Tensor:
-    """Logits [rows, U] over fixed random states."""
-    return drafter_export(checkpoint.config.name).probe(model, checkpoint)
 
 
 def _rounded(checkpoint: Checkpoint, dtype: torch.dtype) -> Drafter:

@@ -24,6 +24,7 @@ from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, flag_valu
 Settings = Mapping[str, Any]
 MODEL = ("speculative_model", "speculative_model_dir")
 _LENGTH = ("max_draft_len", "prompt_lookup_num_tokens")
+_MTP_LENGTHS = ("num_nextn_predict_layers", "max_draft_len")
 _LIMIT = "max_concurrency"
 _WITH_MODEL = ("Eagle3", "Eagle", "DraftTarget", "Draft_Target", "PARD", "DFlash")
 _WITH_LENGTH = (*_WITH_MODEL, "NGram", "SA")
@@ -39,10 +40,6 @@ def _all(values: Settings, *names: str) -> bool:
 
 def _without(values: Settings, kinds: tuple[str, ...], names: tuple[str, ...]) -> bool:
     return values.get("decoding_type") in kinds and not any(values.get(name) for name in names)
-
-
-def _differ(values: Settings, first: str, second: str) -> bool:
-    return _all(values, first, second) and values[first] != values[second]
 
 
 def _no_such_tree(values: Settings) -> bool:
@@ -73,7 +70,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         ),
         (
             "num_nextn_predict_layers",
-            lambda v: _differ(v, "num_nextn_predict_layers", "max_draft_len"),
+            lambda v: _all(v, *_MTP_LENGTHS) and v[_MTP_LENGTHS[0]] != v[_MTP_LENGTHS[1]],
             "must match max_draft_len, {max_draft_len}: found {num_nextn_predict_layers}",
         ),
         (
@@ -113,14 +110,6 @@ def file_problems(settings: Settings, version: str | None = None) -> Iterator[st
     kind = str(sections.get("speculative_config", {}).get("decoding_type"))
     if version is not None and kind in SINCE and not is_within(version, SINCE[kind], None):
         yield f"speculative_config.decoding_type: {kind} is not in version {version} (since {SINCE[kind]})"
-
-
-def target_problems(target: str) -> list[str]:
-    """Why the target cannot draft by MTP, where it is a local folder: its ``config.json`` counts no such layers."""
-    config = text_config(target)
-    if config is None or config.get("num_nextn_predict_layers"):
-        return []
-    return [f"speculative_config.decoding_type: MTP, but {target} has no num_nextn_predict_layers"]
 
 
 def refuse(settings: Settings, version: str | None, where: str, problems: Iterable[str] = ()) -> None:
@@ -232,7 +221,9 @@ def file_settings(request: ServeRequest) -> dict[str, Any]:
     for key, value in written.items():
         both = isinstance(value, Mapping) and isinstance(settings.get(key), dict)
         settings[key] = settings[key] | value if both else value
-    problems = target_problems(request.target) if request.method == "mtp" else []
+    problems, config = [], text_config(request.target) if request.method == "mtp" else None
+    if config is not None and not config.get("num_nextn_predict_layers"):
+        problems = [f"speculative_config.decoding_type: MTP, but {request.target} has no num_nextn_predict_layers"]
     refuse(settings, request.version, "--set", problems)
     return settings
 
