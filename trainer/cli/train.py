@@ -93,13 +93,13 @@ def train(store: str, words: tuple[str, ...], run: str | None, settings: bool, *
     --resume-from leaves the run of CHECKPOINT as it is: RUN becomes a copy that stands where CHECKPOINT stood, weights,
     optimizer and place in the data, and goes on exactly; train.* words may change.
     """
+    words = (*words, "train.follow=true") if options.pop("follow") else words
     if settings:
         others = [name for name in ("resume", "earlier", "mirror", "cache", "target") if options[name]]
         if run is not None or others:
             raise click.UsageError(
                 "--settings shows what a new run would take: without -o, --resume, --mirror, --cache, --target"
             )
-        words = (*words, "train.follow=true") if options["follow"] else words
         drafter, file, words = _in_our_words(options["drafter"], options["file"], words)
         _refuse_settings(drafter, file, words)
         show_settings(store, drafter, None if file is None else settings_file(file), words)
@@ -117,12 +117,9 @@ def _train(
     file: str | None,
     resume: bool,
     earlier: str | None,
-    follow: bool,
     target: str | None,
     **storage: Any,
 ) -> None:
-
-    words = (*words, "train.follow=true") if follow else words
     rank = from_environment()
     if not rank.is_first:
         output().mode = "silent"

@@ -40,7 +40,7 @@ class Drafter(nn.Module):
     """A drafter's weights. ``state_dict`` is what a checkpoint stores; tables of the target are not in it. ``rng_key``:
     seed and number of the step in progress. Whatever a step draws at random is a function of these and the sample ids,
     hence the same after a resume and under any number of ranks. ``recompute``: layers are made again in the backward
-    (`trainer.parallel.data_parallel`)."""
+    (`trainer.drafters.blocks.recomputed`)."""
 
     config: DrafterConfig
     rng_key: tuple[int, int] = (0, 0)

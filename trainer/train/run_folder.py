@@ -121,10 +121,6 @@ class RunInfo:
         """Its draft vocabulary, out of the ``target_size`` tokens of its target."""
         return DraftVocab.load(self.run / checkpoint.VOCAB, target_size)
 
-    def weights(self) -> dict[str, Tensor]:
-        """Its weights, checked against their digest."""
-        return checkpoint.load(self.checkpoint).drafter
-
     def start_facts(self) -> StartFacts:
         """What a run that starts from it records."""
         state = checkpoint.read_state(self.checkpoint)
@@ -187,7 +183,7 @@ def load_start(model: "Drafter", start: RunInfo) -> None:
     """Put the weights of ``start`` into a fresh drafter. Raises ConfigError: ``init-differs``, naming every tensor that
     does not fit."""
     problem = f"train.init_from={start.checkpoint} is not a start for this drafter"
-    load_weights(model, start.weights(), problem, _HINT_FOLLOW)
+    load_weights(model, checkpoint.load(start.checkpoint).drafter, problem, _HINT_FOLLOW)
 
 
 def load_weights(model: "Drafter", weights: Mapping[str, Tensor], problem: str, hint: str | None = None) -> None:
