@@ -22,7 +22,6 @@ from trainer.train.paired import (
     FEWEST_SEEDS,
     HeldOut,
     PairPlan,
-    held_out_overlaps,
     overlaps_of_seed,
     pair_rows,
     paired_copies,
@@ -93,7 +92,7 @@ def _of_seed(original: str, copies: dict[str, str], plan: PairPlan, threads: int
     torch.set_num_threads(threads)
     stores = {name: Store.open(path) for name, path in copies.items()}
     steps = partial(Steps(), plan.steps * (1 + len(copies)))
-    return overlaps_of_seed(Store.open(original), stores, plan, seed, held_out_overlaps, steps)
+    return overlaps_of_seed(Store.open(original), stores, plan, seed, steps)
 
 
 def _percent(value: float | None) -> str:

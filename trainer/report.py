@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,7 @@ from trainer.evaluate.acceptance import DraftShape, answers, drafts
 from trainer.evaluate.simulate import Evaluation, NgramFloor, evaluate_packs, floor, split_packs
 from trainer.settings import config_class, derived, load_config
 from trainer.train.log import Curves, read_curves, step_seconds
-from trainer.train.run_folder import (
-    CONFIG,
-    RunFacts,
-    RunInfo,
-    drafter_name,
-    load_drafter,
-    read_facts,
-    run_snapshot,
-)
+from trainer.train.run_folder import CONFIG, RunFacts, RunInfo, drafter_name, load_drafter, read_facts, run_snapshot
 
 _WAITING = 0.1
 _SPIKES = 0.01
@@ -121,6 +114,14 @@ def read_config(run: Path) -> dict[str, dict[str, Any]]:
     return dict(settings.load(config_class(drafter_name(run)), run / CONFIG).model_dump(mode="json"))
 
 
+def _line(name: str, rows: Sequence[dict[str, Any]], value: Callable[[Any], float], dots: bool = False) -> Series:
+    return Series(name, [row["step"] for row in rows], [value(row) for row in rows], dots)
+
+
+def _mean_loss(step: dict[str, Any]) -> float:
+    return float(sum(step["losses"]) / len(step["losses"]))
+
+
 def by_depth(rows: Sequence[Mapping[str, Any]], key: str, name: str, dots: bool = False) -> list[Series]:
     """A line for each depth of a member that has one value a depth."""
     depths = max((len(row[key]) for row in rows), default=0)
@@ -133,11 +134,10 @@ def by_depth(rows: Sequence[Mapping[str, Any]], key: str, name: str, dots: bool 
 
 def _curves(curves: Curves, step: int) -> Section:
     steps, validations = curves.steps, curves.validations
-    at, checked = [row["step"] for row in steps], [one["step"] for one in validations]
-    loss = [Series("training", at, [sum(row["losses"]) / len(row["losses"]) for row in steps])]
+    loss = [_line("training", steps, _mean_loss)]
     if validations:
-        loss.append(Series("validation", checked, [_number(one["loss"]) for one in validations], dots=True))
-    norms, rates = (Series(name, at, [row[name] for row in steps]) for name in ("grad_norm", "lr"))
+        loss.append(_line("validation", validations, lambda one: _number(one["loss"]), dots=True))
+    norms, rates = (_line(name, steps, itemgetter(name)) for name in ("grad_norm", "lr"))
     accuracy = by_depth(validations, "acc", "depth", dots=True)
     body = page.beside(
         page.lines("Loss, mean over depths", loss, "step", "loss"),
@@ -243,8 +243,7 @@ def _time(curves: Curves) -> Section:
         Bar("computing", 1 - wait, f"{percent(1 - wait)}, {seconds(total * (1 - wait))}", 0),
         Bar("waiting for data", wait, f"{percent(wait)}, {seconds(total * wait)}", 1),
     ]
-    xs = [row["step"] for row in curves.steps]
-    speed = Series("tokens/s", xs, [row["tokens_per_s"] for row in curves.steps])
+    speed = _line("tokens/s", curves.steps, itemgetter("tokens_per_s"))
     body = [page.bars("Where the time of the steps went", bars if total else [])]
     body.append(page.lines("Tokens per second", [speed], "step", "tokens/s", zero=True))
     verdicts = []
@@ -341,7 +340,8 @@ def compare_page(runs: Sequence[RunInfo]) -> Page:
     names = short_names([info.run for info in runs])
     logs = {name: read_curves(info.run) for name, info in zip(names, runs, strict=True)}
     configs = {name: flat(read_config(info.run)) for name, info in zip(names, runs, strict=True)}
-    differing = [key for key in _keys(configs) if len({config.get(key) for config in configs.values()}) > 1]
+    keys = dict.fromkeys(key for config in configs.values() for key in config)
+    differing = [key for key in keys if len({config.get(key) for config in configs.values()}) > 1]
     step, lengths = accepted_lengths(logs)
     best = max(lengths, key=lambda name: lengths[name]) if step is not None else None
     tiles = [("runs", count(len(runs))), ("settings that differ", count(len(differing)))]
@@ -374,10 +374,6 @@ def accepted_lengths(logs: Mapping[str, Curves]) -> tuple[int | None, dict[str, 
     return step, {name: by_step[max(by_step) if step is None else step] for name, by_step in of_runs.items()}
 
 
-def _keys(configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(key for config in configs.values() for key in config))
-
-
 def _result(
     runs: Sequence[RunInfo], logs: Mapping[str, Curves], step: int | None, lengths: Mapping[str, float]
 ) -> Section:
@@ -388,12 +384,7 @@ def _result(
         for length in [lengths.get(name, math.nan)]
     ]
     curves = [
-        Series(
-            name,
-            [one["step"] for one in log.validations],
-            [math.nan if one["accepted_length"] is None else one["accepted_length"] for one in log.validations],
-            dots=True,
-        )
+        _line(name, log.validations, lambda one: _number(one["accepted_length"]), dots=True)
         for name, log in logs.items()
     ]
     where = "the last of each" if step is None else f"at step {count(step)}"
@@ -422,14 +413,8 @@ def _result(
 
 
 def _losses(logs: Mapping[str, Curves]) -> Section:
-    training = [
-        Series(name, [row["step"] for row in log.steps], [sum(row["losses"]) / len(row["losses"]) for row in log.steps])
-        for name, log in logs.items()
-    ]
-    validation = [
-        Series(name, [one["step"] for one in log.validations], [one["loss"] for one in log.validations], dots=True)
-        for name, log in logs.items()
-    ]
+    training = [_line(name, log.steps, _mean_loss) for name, log in logs.items()]
+    validation = [_line(name, log.validations, itemgetter("loss"), dots=True) for name, log in logs.items()]
     body = page.beside(
         page.lines("Loss in training, mean over depths", training, "step", "loss"),
         page.lines("Loss in validation", validation, "step", "loss"),

@@ -220,15 +220,11 @@ def map_blocks(anchors: Tensor, document: Tensor, window: int | None = None) -> 
         if start != opened:
             opened = start
             begin = start if window is None else max(start, anchor - window + 1)
-            pieces.append(Piece(begin, 0, _end(pieces)))
+            pieces.append(Piece(begin, 0, pieces[-1].at + pieces[-1].length if pieces else 0))
         piece = pieces[-1]
         pieces[-1] = Piece(piece.begin, anchor - piece.begin, piece.at)
         bounds.append((piece.at, piece.at + anchor - piece.begin))
     return BlockMap(anchors, Blocks.of(bounds, anchors.device), tuple(pieces))
-
-
-def _end(pieces: Sequence[Piece]) -> int:
-    return pieces[-1].at + pieces[-1].length if pieces else 0
 
 
 def candidate_anchors(batch: PackedBatch, block_size: int, rule: AnchorRule) -> Tensor:
@@ -253,14 +249,9 @@ def draw_anchors(batch: PackedBatch, candidates: Tensor, count: int, rng_key: tu
         return candidates
     anchors_by_sample = []
     for sample_id, rows in zip(batch.sample_ids, candidates.split(per_document), strict=True):
-        indices = _draw(f"{rng_key[0]}:{rng_key[1]}:{sample_id}", len(rows), count)
+        indices = np.sort(_shuffled(f"{rng_key[0]}:{rng_key[1]}:{sample_id}", len(rows))[:count])
         anchors_by_sample.append(rows[torch.from_numpy(indices).to(rows.device)])
     return torch.cat(anchors_by_sample)
-
-
-def _draw(key: str, size: int, count: int) -> np.ndarray:
-    """``count`` of 0…size-1, ascending."""
-    return np.sort(_shuffled(key, size)[:count])
 
 
 def _shuffled(key: str, size: int) -> np.ndarray:

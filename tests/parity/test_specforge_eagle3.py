@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.trainer.conftest import LAYERS, VOCAB, WIDTH, Setting, make_batch, make_setting
 from trainer.drafters.eagle3 import TttInputs, TttLoss, TttObjective
 from trainer.losses.fused_head import StepLosses
-from trainer.losses.teacher import Teacher
+from trainer.losses.teacher import TargetInterface, Teacher
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 
@@ -86,7 +86,7 @@ def peer_losses(model: Any, setting: Setting) -> tuple[Tensor, Tensor]:
 
 def ours(setting: Setting, **options: object) -> tuple[StepLosses, TttInputs, Teacher]:
     loss = TttLoss.model_validate({"steps": STEPS, "step_decay": 0.8, "mask_offset": -1, **options})
-    teacher = Teacher(setting.head, setting.vocab)
+    teacher = Teacher(TargetInterface(setting.head, setting.vocab))
     objective = TttObjective(setting.model, teacher, loss)
     work = objective.prepare(setting.batch)
     return objective.losses(work, objective.denominators(work)), work, teacher

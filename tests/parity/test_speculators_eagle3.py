@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.parity import speculators_models
 from tests.trainer.conftest import LAYERS, VOCAB, WIDTH, Setting, make_batch, make_setting
 from trainer.drafters.eagle3 import TttLoss, TttObjective
-from trainer.losses.teacher import Teacher
+from trainer.losses.teacher import TargetInterface, Teacher
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 
@@ -75,7 +75,9 @@ def peer_batch(setting: Setting) -> dict[str, Tensor]:
 def our_losses(setting: Setting, kind: str) -> tuple[Tensor, Tensor]:
     """Per-step means and the total."""
     loss = TttLoss(steps=STEPS, kind=kind, step_decay=1.0, mask_offset=0, drop_off_vocab=False, overlap_mass="draft")
-    objective = TttObjective(setting.model, Teacher(setting.head, setting.vocab, drop_off_vocab=False), loss)
+    objective = TttObjective(
+        setting.model, Teacher(TargetInterface(setting.head, setting.vocab), drop_off_vocab=False), loss
+    )
     work = objective.prepare(setting.batch)
     result = objective.losses(work, objective.denominators(work))
     return result.sums / result.counts, result.total

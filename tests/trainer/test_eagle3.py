@@ -12,12 +12,12 @@ from tests.trainer.eagle3_plain import PlainEagle3, plain_losses
 from trainer.attention.ttt import KVCache
 from trainer.drafters.eagle3 import TttLoss, TttObjective
 from trainer.losses.fused_head import StepLosses
-from trainer.losses.teacher import Teacher
+from trainer.losses.teacher import TargetInterface, Teacher
 
 
 def ours(setting: Setting, loss: TttLoss) -> tuple[Tensor, StepLosses]:
     """Per-step mean losses and the result they come from."""
-    teacher = Teacher(setting.head, setting.vocab, drop_off_vocab=loss.drop_off_vocab)
+    teacher = Teacher(TargetInterface(setting.head, setting.vocab), drop_off_vocab=loss.drop_off_vocab)
     objective = TttObjective(setting.model, teacher, loss)
     work = objective.prepare(setting.batch)
     result = objective.losses(work, objective.denominators(work))
@@ -134,7 +134,7 @@ def test_hits_count_the_target_token() -> None:
 
 def test_slots_reduction_divides_by_every_token() -> None:
     setting = make_setting([14, 6])
-    teacher = Teacher(setting.head, setting.vocab)
+    teacher = Teacher(TargetInterface(setting.head, setting.vocab))
     objective = TttObjective(setting.model, teacher, TttLoss(steps=2, reduction="slots"))
     assert objective.denominators(objective.prepare(setting.batch)).tolist() == [20.0, 20.0]
     both = objective.prepare(setting.batch)
@@ -200,7 +200,9 @@ def test_hard_labels_of_the_target_are_its_most_probable_tokens() -> None:
     setting = make_setting([15], known=20)
     loss = TttLoss(steps=1, kind="target_ce", drop_off_vocab=False)
     found, result = ours(setting, loss)
-    objective = TttObjective(setting.model, Teacher(setting.head, setting.vocab, drop_off_vocab=False), loss)
+    objective = TttObjective(
+        setting.model, Teacher(TargetInterface(setting.head, setting.vocab), drop_off_vocab=False), loss
+    )
     work = objective.prepare(setting.batch)
     states = setting.model.unroll(setting.batch, work.slot_map, 1)[work.slot_map.slots[:, 0]]
     best = setting.head.logits(setting.batch.final).argmax(-1)[work.slot_map.rows]
@@ -217,7 +219,7 @@ def test_overlap_losses_take_the_mass_they_are_told_to(kind: str, overlap_mass: 
     setting = make_setting([13, 6], known=18)
     loss = TttLoss.model_validate({"steps": 2, "kind": kind, "overlap_mass": overlap_mass})
     found, _ = ours(setting, loss)
-    objective = TttObjective(setting.model, Teacher(setting.head, setting.vocab), loss)
+    objective = TttObjective(setting.model, Teacher(TargetInterface(setting.head, setting.vocab)), loss)
     work = objective.prepare(setting.batch)
     states = setting.model.unroll(setting.batch, work.slot_map, 2).view(2, -1, WIDTH)
     whole = setting.head.logits(setting.batch.final)[work.slot_map.rows].softmax(-1)[:, setting.vocab.target_ids]

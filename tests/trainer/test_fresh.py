@@ -32,7 +32,7 @@ def target() -> TargetInterface:
 @pytest.mark.parametrize("version", [{}, {"fc_norm": True, "norm_output": True}, {"train_head": False}])
 def test_a_fresh_eagle3_starts_near_equal_probabilities(target: TargetInterface, version: dict[str, bool]) -> None:
     model = Eagle3.build(drafter_config(**version), target.head, target.vocab)
-    objective = TttObjective(model, Teacher(target.head, target.vocab), TttLoss(steps=3))
+    objective = TttObjective(model, Teacher(target), TttLoss(steps=3))
     inputs = objective.prepare(make_batch([60, 40]))
     losses = objective.losses(inputs, objective.denominators(inputs))
     assert float((losses.sums / losses.counts).max()) < math.log(VOCAB) + 0.5
@@ -46,7 +46,7 @@ def test_a_fresh_dflash_starts_nearer_to_equal_probabilities_than_its_target_wou
     target = replace(target, head=replace(target.head, embed_tokens=torch.randn(VOCAB, WIDTH)))
     config = DFlashConfig.model_validate({**SHAPE, "train_head": train_head})
     model = DFlash.build(config, target.head, target.vocab)
-    objective = BlockObjective(model, Teacher(target.head, target.vocab), BlockLoss())
+    objective = BlockObjective(model, Teacher(target), BlockLoss())
     inputs = objective.prepare(make_batch([60, 40]))
     start = objective.losses(inputs, objective.denominators(inputs))
     assert float((start.sums / start.counts).mean()) < math.log(VOCAB) + nats

@@ -23,10 +23,9 @@ from trainer import settings
 from trainer.parallel.group import ProcessGroup, process_group
 from trainer.settings import activation_bytes, load_config
 from trainer.train import loop
-from trainer.train.epochs import token_batches
 from trainer.train.loop import walk_longest
 from trainer.train.run_folder import TrainOptions
-from trainer.train.state import TrainState, build_state
+from trainer.train.state import TrainState, build_state, token_batches
 from trainer.train.step import steps
 
 SHORT, LONG, CHATS = 30, 3000, 60

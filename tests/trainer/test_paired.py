@@ -1,7 +1,6 @@
 """Paired training: the difference and its error, what it is measured on, and what it refuses."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,10 +19,9 @@ from hiddenstore.writer import register_input, write_unit
 from tests.trainer.runs import WORDS
 from trainer.parallel.group import ProcessGroup
 from trainer.slots import teacher_rows
-from trainer.train.epochs import token_batches
-from trainer.train.paired import Pairs, held_out_overlaps, measure_paired
+from trainer.train.paired import PairPlan, held_out_overlaps, measure_paired, pair_row
 from trainer.train.run_folder import TrainOptions
-from trainer.train.state import build_state
+from trainer.train.state import build_state, token_batches
 
 SHORT = [word for word in WORDS if not word.startswith(("train.", "drafter.vocab"))] + ["train.max_steps=2"]
 
@@ -115,11 +113,11 @@ def test_the_inputs_of_a_store_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_one_held_out_sample_tells_no_interval_and_no_source() -> None:
-    pairs = Pairs("eagle3", (0, 1), 2, torch.tensor([10.0, 10.0, 10.0]).double(), ["a", "a", "b"])
-    (one,) = pairs.row("compact", torch.ones(2, 3).double(), torch.zeros(2, 3).double(), 1.0).sources
+    plan, ones, zeros = PairPlan("eagle3", (0, 1), (), 2), torch.ones(2, 3).double(), torch.zeros(2, 3).double()
+    slots = torch.tensor([10.0, 10.0, 10.0]).double()
+    (one,) = pair_row(plan, "compact", ones, zeros, slots, ["a", "a", "b"]).sources
     assert (one.source, one.samples) == ("a", 2)
-    alone = replace(pairs, slots=pairs.slots[:1], sources=["a"])
-    row = alone.row("compact", torch.ones(2, 1).double(), torch.zeros(2, 1).double(), 1.0)
+    row = pair_row(plan, "compact", ones[:, :1], zeros[:, :1], slots[:1], ["a"])
     assert (row.half_width, row.sources, row.most_lost) == (None, (), float("inf"))
 
 

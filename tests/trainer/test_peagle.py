@@ -35,7 +35,9 @@ def peagle_setting(lengths: list[int], known: int = 24, dtype: torch.dtype = tor
 
 def objective_of(setting: Setting, loss: PEagleLoss) -> ChainObjective:
     assert isinstance(setting.model, PEagle)
-    return ChainObjective(setting.model, Teacher(setting.head, setting.vocab, drop_off_vocab=loss.drop_off_vocab), loss)
+    return ChainObjective(
+        setting.model, Teacher(TargetInterface(setting.head, setting.vocab), drop_off_vocab=loss.drop_off_vocab), loss
+    )
 
 
 def plain_of(setting: Setting, loss: PEagleLoss, chains: Tensor) -> tuple[list[Tensor], list[int]]:

@@ -11,10 +11,9 @@ from tests.trainer.runs import ON_CPU, tiny_store
 from tests.trainer.test_ttt_attention import problem
 from trainer.attention.ttt import ttt_attention
 from trainer.config import TrainConfig
-from trainer.settings import load_config
+from trainer.settings import BF16_ROWS, load_config, with_precision
 from trainer.train.loop import train
 from trainer.train.optim import orthogonal
-from trainer.train.precision import ROWS, is_faster_in_bf16, resolved
 
 
 def written(run: Path) -> str:
@@ -39,21 +38,21 @@ def config_of(tmp_path: Path, **drafter: int) -> TrainConfig:
 
 def test_a_cpu_that_multiplies_wide_drafters_markedly_faster_in_bf16_does_so(tmp_path: Path) -> None:
     wide = config_of(tmp_path, hidden_size=768, intermediate_size=2048)
-    times = bf16_speedup(768, 2048, ROWS)
+    times = bf16_speedup(768, 2048, BF16_ROWS)
     if times > 1.2 * FEWEST_TIMES:
-        assert resolved(wide).train.precision == "bf16"
+        assert with_precision(wide).train.precision == "bf16"
     elif times < FEWEST_TIMES / 1.2:
-        assert resolved(wide).train.precision == "fp32"
+        assert with_precision(wide).train.precision == "fp32"
     else:
         pytest.skip(f"bf16 is {times:.2f} times as fast here: too close to the limit to say which it will be")
 
 
 def test_narrow_drafters_stay_in_fp32_and_what_was_set_stays(tmp_path: Path) -> None:
     narrow = config_of(tmp_path)
-    assert not is_faster_in_bf16(narrow.drafter)
+    assert with_precision(narrow).train.precision == "fp32"
     for precision in ("fp32", "bf16"):
         set_so = narrow.model_copy(update={"train": narrow.train.model_copy(update={"precision": precision})})
-        assert resolved(set_so).train.precision == precision
+        assert with_precision(set_so).train.precision == precision
 
 
 def test_attention_takes_half_precision_in_the_kernel_of_full_precision() -> None:

@@ -10,12 +10,12 @@ from tests.trainer.conftest import Setting, make_setting
 from tests.trainer.runs import WORDS, tiny_store
 from trainer.drafters.blocks import compile_blocks
 from trainer.drafters.eagle3 import TttLoss, TttObjective
-from trainer.losses.teacher import Teacher
+from trainer.losses.teacher import TargetInterface, Teacher
 from trainer.train.loop import train
 
 
 def loss_and_gradients(setting: Setting) -> tuple[Tensor, list[Tensor]]:
-    objective = TttObjective(setting.model, Teacher(setting.head, setting.vocab), TttLoss(steps=4))
+    objective = TttObjective(setting.model, Teacher(TargetInterface(setting.head, setting.vocab)), TttLoss(steps=4))
     work = objective.prepare(setting.batch)
     total = objective.losses(work, objective.denominators(work)).total
     return total.detach(), list(torch.autograd.grad(total, [p for p in setting.model.parameters() if p.requires_grad]))
@@ -31,7 +31,7 @@ def saved_bytes(setting: Setting) -> int:
         return tensor
 
     held: list[Tensor] = []
-    objective = TttObjective(setting.model, Teacher(setting.head, setting.vocab), TttLoss(steps=4))
+    objective = TttObjective(setting.model, Teacher(TargetInterface(setting.head, setting.vocab)), TttLoss(steps=4))
     work = objective.prepare(setting.batch)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         objective.losses(work, objective.denominators(work))

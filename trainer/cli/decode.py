@@ -14,7 +14,7 @@ from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import percent
 from hiddenstore.errors import ConfigError, Kind
-from trainer.cli.evaluate import acceptance_rows, draft_len_option, floor_members, judge, shape_text
+from trainer.cli.evaluate import acceptance_rows, draft_len_option, floor_members, judge, length_text, shape_text
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store
@@ -221,32 +221,19 @@ def _show(document: dict[str, Any]) -> None:
     departed = f", {ties} more first differ at a tie" if ties else ""
     identical = document["prompts"] * drafts - len(document["differences"]) - ties
     rows = acceptance_rows(document)
-    rows.append(("break-even", f"{_length(document['break_even_length'])}  above it drafting pays on this machine"))
+    rows.append(("break-even", f"{length_text(document['break_even_length'])}  above it drafting pays on this machine"))
     if document["simulated_accepted_length"] is not None:
         rows.append(("eval, same text", f"{document['simulated_accepted_length']:.3f}"))
     if document["untrained_accepted_length"] is not None:
         rows.append(("untrained", f"{document['untrained_accepted_length']:.3f}"))
-    rows += [
-        (
-            "same as greedy",
-            f"{identical} of {document['prompts'] * drafts} answers{departed}"
-            if document["identical_to_greedy"] is not None
-            else f"sampled at temperature {document['temperature']:g}, drafts {document['draft_sample_method']}",
-        ),
-        (
-            "left out",
-            f"{document['looping']} looping of {document['prompts_tried']} ({percent(document['looping_share'])})",
-        ),
-        (
-            "target forwards",
-            f"{document['target_forwards']:,} = {document['drafts']:,} drafts + {document['prefills']:,} prefills, "
-            f"for {document['answer_tokens']:,} tokens",
-        ),
-        (
-            "tokens/s",
-            f"{document['tokens_per_s']:,.1f}  without a drafter {document['baseline_tokens_per_s']:,.1f}",
-        ),
-    ]
+    same = f"{identical} of {document['prompts'] * drafts} answers{departed}"
+    if document["identical_to_greedy"] is None:
+        same = f"sampled at temperature {document['temperature']:g}, drafts {document['draft_sample_method']}"
+    left_out = f"{document['looping']} looping of {document['prompts_tried']} ({percent(document['looping_share'])})"
+    forwards = f"{document['target_forwards']:,} = {document['drafts']:,} drafts + {document['prefills']:,} prefills"
+    speed = f"{document['tokens_per_s']:,.1f}  without a drafter {document['baseline_tokens_per_s']:,.1f}"
+    rows += [("same as greedy", same), ("left out", left_out)]
+    rows += [("target forwards", f"{forwards}, for {document['answer_tokens']:,} tokens"), ("tokens/s", speed)]
     output().pairs(rows)
     if len(document["sweep"]) > 1:
         output().table(
@@ -255,17 +242,13 @@ def _show(document: dict[str, Any]) -> None:
                 (
                     shape_text(row),
                     f"{row['accepted_length']:.3f}",
-                    _length(row["break_even_length"]),
+                    length_text(row["break_even_length"]),
                     f"{row['drafts']:,}",
                     f"{row['tokens_per_s']:,.1f}",
                 )
                 for row in document["sweep"]
             ],
         )
-
-
-def _length(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
 
 
 def _judge(document: dict[str, Any], dtype: str) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hiddenstore.targets.folder import TargetFolder
     from schemas.manifest import Split
     from trainer.evaluate.acceptance import DraftShape
-    from trainer.evaluate.simulate import Evaluation, NgramFloor
+    from trainer.evaluate.simulate import NgramFloor
     from trainer.evaluate.target import LiveTarget
     from trainer.train.run_folder import LoadedDrafter, RunInfo
 
@@ -100,14 +100,9 @@ def acceptance_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
             f"{length:.3f}  order {document['ngram_order']} of 1–4, from "
             f"{document['ngram_training_tokens']:,} training tokens"
         )
-    return [
-        (
-            "accepted length",
-            f"{document['accepted_length']:.3f}  drafts of {shape_text(document)}, bonus token counted",
-        ),
-        ("by position", positions_text(document["per_position"])),
-        ("n-gram floor", floor),
-    ]
+    accepted = f"{document['accepted_length']:.3f}  drafts of {shape_text(document)}, bonus token counted"
+    by_position = positions_text(document["per_position"])
+    return [("accepted length", accepted), ("by position", by_position), ("n-gram floor", floor)]
 
 
 def shape_text(row: dict[str, Any]) -> str:
@@ -125,7 +120,7 @@ def positions_text(shares: Sequence[float]) -> str:
 
 
 ENGINES = ("vllm", "sglang", "trtllm", "llamacpp", "http")
-_OF_TEXT = ("split", "best", "untrained", "device", "costs", "adapter", "same_target", "cache", "cache_bytes")
+_OF_TEXT = ("split", "best", "untrained", "device", "same_target", "cache", "cache_bytes")
 _OF_TARGET = ("target", "revision", "trust_remote_code", "adapter")
 
 
@@ -185,17 +180,10 @@ _OF_TARGET = ("target", "revision", "trust_remote_code", "adapter")
 def evaluate(
     run: str | None,
     store: str | None,
-    split: "Split",
     shapes: "tuple[DraftShape, ...]",
-    best: bool,
-    untrained: bool,
-    device: str,
     costs: bool,
     engine: str | None,
     adapter: str | None,
-    same_target: bool,
-    cache: str | None,
-    cache_bytes: int,
     **options: Any,
 ) -> None:
     """How many tokens a target forward yields, simulated over recorded text or measured on a running server.
@@ -209,10 +197,11 @@ def evaluate(
     --serve with several --draft-len measures a server of each in turn, and DIR drafts the fastest from then on, if it
     was faster than no drafter in every one of at least three rounds.
     """
+    of_text = {name: options.pop(name) for name in _OF_TEXT}
     if engine is not None or options["drafter"] is not None or options["method"] is not None:
-        if run is not None or cache is not None:
+        if run is not None or of_text["cache"] is not None:
             raise click.UsageError("--engine and --serve measure servers: leave RUN, STORE and --cache out")
-        _refuse(_OF_TEXT, "--engine and --serve measure servers, this is for RUN and STORE")
+        _refuse((*_OF_TEXT, "costs", "adapter"), "--engine and --serve measure servers, this is for RUN and STORE")
         from trainer.cli.servers import ServerOptions, measure_servers
         from trainer.evaluate.rounds import rounds_for
 
@@ -234,7 +223,7 @@ def evaluate(
             target = open_target(location, revision, None, trusts, adapter)
         else:
             _refuse(_OF_TARGET, "no target is loaded to walk text, only for --costs")
-        _simulate(run, store, (cache, cache_bytes), split, shapes, best, untrained, device, same_target, target)
+        _simulate(run, store, shapes, target, **of_text)
 
 
 def _chains(shapes: "tuple[DraftShape, ...]") -> tuple[int, ...]:
@@ -262,14 +251,16 @@ def _refuse(names: Collection[str], reason: str) -> None:
 def _simulate(
     run: str,
     store: str,
-    cache: tuple[str | None, int],
-    split: "Split",
     shapes: "tuple[DraftShape, ...]",
+    target: "TargetFolder | None",
+    *,
+    split: "Split",
     best: bool,
     untrained: bool,
     device: str,
     same_target: bool,
-    target: "TargetFolder | None",
+    cache: str | None,
+    cache_bytes: int,
 ) -> None:
     from hiddenstore.console.progress import Progress
     from hiddenstore.store import Store
@@ -283,7 +274,7 @@ def _simulate(
 
     if best:
         run = str(best_checkpoint(Path(run)))
-    info, text = describe(run), Store.open(through_cache(store, *cache))
+    info, text = describe(run), Store.open(through_cache(store, cache, cache_bytes))
     trained_on = training_store(info)
     _require_its_target(run, info, text, trained_on, same_target)
     device = pick_device(device)
@@ -298,16 +289,11 @@ def _simulate(
     if trained_on is None:
         output().warn(f"{info.spec.store} is gone: the n-gram floor is made from the training split of {store}")
     floor = simulate.floor(trained_on or text, results[0].texts, shapes[-1].length, split)
-    document = {
-        "run": run,
-        "step": drafters[0].step,
-        "store": store,
-        "split": split,
-        **_simulated(results[0]),
-        **floor_members(floor),
-        "ngram_per_order": list(floor.per_order),
-        "untrained_accepted_length": results[1].tally.accepted_length if untrained else None,
-    }
+    sweep = [tally.row() | {"slot_accepted_length": tally.slot_accepted_length} for tally in results[0].tallies]
+    document: dict[str, Any] = {"run": run, "step": drafters[0].step, "store": store, "split": split, **sweep[-1]}
+    document |= {"samples": len(results[0].texts), "tokens": results[0].tally.tokens, "sweep": sweep}
+    document |= {**floor_members(floor), "ngram_per_order": list(floor.per_order)}
+    document["untrained_accepted_length"] = results[1].tally.accepted_length if untrained else None
     if target is not None:
         live = load_live_target(target, info.spec.drafter.aux_layers, info.spec.target, device, None, same_target)
         document |= _with_costs(document["sweep"], drafters[0], live, results[0].texts[0][0].tolist())
@@ -365,16 +351,11 @@ def _keep_what_pays(document: dict[str, Any], run: Path) -> None:
     )
 
 
-def _simulated(result: "Evaluation") -> dict[str, Any]:
-    sweep = [tally.row() | {"slot_accepted_length": tally.slot_accepted_length} for tally in result.tallies]
-    return {**sweep[-1], "samples": len(result.texts), "tokens": result.tally.tokens, "sweep": sweep}
-
-
 def _show_simulated(document: dict[str, Any]) -> None:
     from hiddenstore.console.text import plural
 
     rows = acceptance_rows(document)
-    rows.insert(1, ("slot average", _number(document["slot_accepted_length"])))
+    rows.insert(1, ("slot average", length_text(document["slot_accepted_length"])))
     if document["untrained_accepted_length"] is not None:
         rows.append(("untrained", f"{document['untrained_accepted_length']:.3f}"))
     if "best_draft_len" in document:
@@ -388,7 +369,7 @@ def _show_simulated(document: dict[str, Any]) -> None:
     if len(document["sweep"]) > 1:
         head = ["draft of", ">accepted length", ">slot average", ">drafts"]
         cells = [
-            [shape_text(row), f"{row['accepted_length']:.3f}", _number(row["slot_accepted_length"]), row["drafts"]]
+            [shape_text(row), f"{row['accepted_length']:.3f}", length_text(row["slot_accepted_length"]), row["drafts"]]
             for row in document["sweep"]
         ]
         if "best_draft_len" in document:
@@ -398,5 +379,6 @@ def _show_simulated(document: dict[str, Any]) -> None:
         output().table(head, cells)
 
 
-def _number(value: float | None) -> str:
+def length_text(value: float | None) -> str:
+    """``1.234``; a dash where nothing was measured."""
     return "–" if value is None else f"{value:.3f}"

@@ -1,6 +1,6 @@
 """``hiddenstore eval`` with ``--engine``, ``--serve`` or ``--method``: what servers get accepted, and how fast."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +20,7 @@ from hiddenstore.targets.rendering import RENDER_ERRORS, reason_of
 from trainer.evaluate.acceptance import FRACTION_BITS, tie_gap
 from trainer.evaluate.prompts import Beside, Question, has_tools, left_out, prompt_ids, read_questions
 from trainer.evaluate.rounds import FEWEST_ROUNDS, departures, is_shown_to_pay, measure_rounds, rows_of
-from trainer.evaluate.server import ALL, SERVERS, Render, SamplingOptions, Server, require_one_model
-from trainer.evaluate.table import markdown, parts_of, spread, table
+from trainer.evaluate.server import ALL, SERVERS, Render, Row, SamplingOptions, Server, require_one_model
 from trainer.serve import ENGINES
 from trainer.serve.drafter import keep_draft_len
 from trainer.serve.launch import server_of
@@ -250,7 +249,9 @@ def _measured(
     if all(row["accepted_length"] is None for row in rows):
         output().warn("the server counts no drafts where we can read it: speed only")
     totals = [row for row in rows if row["task"] == ALL]
-    overall = max(totals, key=_payment) if options.draft_lens else totals[0]
+    overall = totals[0]
+    if options.draft_lens:
+        overall = max(totals, key=lambda row: (is_shown_to_pay(row["speedup_rounds"]), row["speedup"]))
     names = ("draft_len", "accepted_length", "per_position", "drafts", "tokens_per_s", "baseline_tokens_per_s")
     return {
         **{name: overall[name] for name in (*names, "speedup", "speedup_rounds")},
@@ -259,10 +260,6 @@ def _measured(
         "differences": [one.document() for one in parted if not one.is_tie],
         "rows": rows,
     }
-
-
-def _payment(row: dict[str, Any]) -> tuple[bool, float]:
-    return is_shown_to_pay(row["speedup_rounds"]), row["speedup"]
 
 
 def _open(options: ServerOptions, url: str, render: Render | None) -> Server:
@@ -333,3 +330,60 @@ def _show(document: dict[str, Any]) -> None:
 def count_of(departures: Sequence[dict[str, Any]]) -> int:
     """How many answers these are, over all rounds."""
     return sum(one["rounds"] for one in departures)
+
+
+def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells for a terminal or Markdown; a server's total is left out where it is that of one task."""
+    servers = [row["server"] for row in rows]
+    listed = [row for row in rows if row["task"] != ALL or servers.count(row["server"]) > 2]
+    head = ["task", "draft of", "accepted length", "by position", "tokens/s"]
+    cells = [
+        [
+            row["task"],
+            _cell(row["draft_len"], "{}"),
+            _cell(row["accepted_length"], "{:.2f}"),
+            " ".join(f"{share:.2f}" for share in row["per_position"]) or "–",
+            f"{row['tokens_per_s']:,.1f}",
+        ]
+        for row in listed
+    ]
+    if any(row["speedup"] is not None for row in rows):
+        head += ["without", "speed-up", "same answers"]
+        for line, row in zip(cells, listed, strict=True):
+            line += [
+                _cell(row["baseline_tokens_per_s"], "{:,.1f}"),
+                _cell(row["speedup"], "{:.2f}x") + spread(row["speedup_rounds"]),
+                _cell(row["same_as_baseline"], "{}") + f" of {row['answers']}",
+            ]
+    return head, cells
+
+
+def parts_of(head: Sequence[str]) -> list[list[int]]:
+    """Columns of `table` for a terminal that is too narrow for all: what was accepted, and how fast it was."""
+    accepted = [head.index(name) for name in ("accepted length", "by position")]
+    return [[0, 1, *accepted], [number for number in range(len(head)) if number not in accepted]]
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """The report: what was measured in a line, and the table."""
+    head, cells = table(document["rows"])
+    how = "greedy" if not document["temperature"] else f"temperature {document['temperature']:g}"
+    beside = "; speed-up against the same server without speculation" if document["baseline_server"] else ""
+    lines = [
+        f"{document['model']} on {document['engine']}, {how}, answers of at most {document['max_new_tokens']} tokens, "
+        f"{document['concurrency']} at a time. Accepted length counts the target's own token{beside}.",
+        "",
+        f"| {' | '.join(head)} |",
+        "|---" * len(head) + "|",
+        *(f"| {' | '.join(line)} |" for line in cells),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def spread(ratios: Sequence[float]) -> str:
+    """`` (1.19–1.31)``: least and greatest of several; nothing of one."""
+    return f" ({min(ratios):.2f}–{max(ratios):.2f})" if len(ratios) > 1 else ""
+
+
+def _cell(value: Any, form: str) -> str:
+    return "–" if value is None else form.format(value)

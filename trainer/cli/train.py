@@ -93,13 +93,13 @@ def train(store: str, words: tuple[str, ...], run: str | None, settings: bool, *
     --resume-from leaves the run of CHECKPOINT as it is: RUN becomes a copy that stands where CHECKPOINT stood, weights,
     optimizer and place in the data, and goes on exactly; train.* words may change.
     """
+    words = (*words, "train.follow=true") if options.pop("follow") else words
     if settings:
         others = [name for name in ("resume", "earlier", "mirror", "cache", "target") if options[name]]
         if run is not None or others:
             raise click.UsageError(
                 "--settings shows what a new run would take: without -o, --resume, --mirror, --cache, --target"
             )
-        words = (*words, "train.follow=true") if options["follow"] else words
         drafter, file, words = _in_our_words(options["drafter"], options["file"], words)
         _refuse_settings(drafter, file, words)
         show_settings(store, drafter, None if file is None else settings_file(file), words)
@@ -117,12 +117,9 @@ def _train(
     file: str | None,
     resume: bool,
     earlier: str | None,
-    follow: bool,
     target: str | None,
     **storage: Any,
 ) -> None:
-
-    words = (*words, "train.follow=true") if follow else words
     rank = from_environment()
     if not rank.is_first:
         output().mode = "silent"
@@ -360,33 +357,29 @@ DEFAULT, DERIVED = "default", "store"
 
 def show_settings(store: str, drafter: str | None, file: str | Path | None, words: Sequence[str]) -> None:
     """Print what a run with these arguments would take; nothing is written. Raises ConfigError: a wrong setting."""
-    from trainer.settings import load_config, reasons
+    from trainer.settings import load_config, reasons, value_text
     from trainer.train.run_folder import configured_start
 
     opened = open_store(store)
     start = configured_start(file, words)
     config = load_config(opened, drafter, file, words, start.spec.drafter if start else None)
     name = config.drafter.name
-    rows = _setting_rows(config, type(config), reasons(opened, config), file, words)
+    rows = _setting_rows(config, reasons(opened, config), file, words)
     document = {"drafter": name, "settings": rows}
 
     def human() -> None:
-        cells = [[row["key"], _text(row["value"]), row["origin"], _explained(row)] for row in rows]
+        cells = [[row["key"], value_text(row["value"]), row["origin"], _explained(row)] for row in rows]
         output().table(["setting", "value", "origin", Column("what it is", wide=True)], cells)
 
-    output().data(document, human=human, quiet="\n".join(f"{row['key']}={_text(row['value'])}" for row in rows))
+    output().data(document, human=human, quiet="\n".join(f"{row['key']}={value_text(row['value'])}" for row in rows))
 
 
 def _setting_rows(
-    config: BaseModel,
-    model: type[BaseModel],
-    reasons: Mapping[str, str],
-    file: str | Path | None,
-    words: Sequence[str],
+    config: BaseModel, reasons: Mapping[str, str], file: str | Path | None, words: Sequence[str]
 ) -> list[dict[str, Any]]:
     values, rows = config.model_dump(mode="json"), []
     # The parts of a scaling are one setting, as a person gives it.
-    keys = dict.fromkeys(".".join(path.split(".")[:2]) for path in key_paths(model))
+    keys = dict.fromkeys(".".join(path.split(".")[:2]) for path in key_paths(type(config)))
     for key in keys:
         section, name = key.split(".")
         set_by = [origin for origin, _ in assignments(key, file, words)]
@@ -401,11 +394,3 @@ def _setting_rows(
 def _explained(row: Mapping[str, Any]) -> str:
     """What a setting is, and of a derived one why it has this value."""
     return row["why"] if row["because"] is None else f"{row['why']} Here: {row['because']}."
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, list):
-        return ",".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)

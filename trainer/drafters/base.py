@@ -40,7 +40,7 @@ class Drafter(nn.Module):
     """A drafter's weights. ``state_dict`` is what a checkpoint stores; tables of the target are not in it. ``rng_key``:
     seed and number of the step in progress. Whatever a step draws at random is a function of these and the sample ids,
     hence the same after a resume and under any number of ranks. ``recompute``: layers are made again in the backward
-    (`trainer.parallel.data_parallel`)."""
+    (`trainer.drafters.blocks.recomputed`)."""
 
     config: DrafterConfig
     rng_key: tuple[int, int] = (0, 0)
@@ -305,7 +305,6 @@ class DrafterInUse:
 
     @torch.no_grad()
     def hits(self, pack: PackedBatch, draft_len: int) -> Tensor:
-        """See `DrafterKind.hits`."""
         return self.kind.hits(self.model, self.target, pack, draft_len)
 
     def hits_by_length(self, pack: PackedBatch, lengths: Iterable[int]) -> dict[int, Tensor]:
@@ -319,9 +318,7 @@ class DrafterInUse:
         return {length: longest.clamp(max=length) for length in lengths}
 
     def live(self) -> Live:
-        """See `DrafterKind.live`."""
         return self.kind.live(self.model, self.target)
 
     def tree(self, width: int) -> LiveTree:
-        """See `DrafterKind.tree`."""
         return self.kind.tree(self.model, self.target, width)

@@ -165,7 +165,6 @@ class BlockObjective:
         return total
 
     def losses(self, inputs: BlockInputs, denominators: Tensor) -> StepLosses:
-        """What this pack adds to the loss of the global batch."""
         states = self.model.block_states(inputs.batch, inputs.block_map)
         return self.losses_of(states, inputs, self.scales(denominators))
 
@@ -390,18 +389,15 @@ class DFlash(Drafter):
 
     @property
     def block_size(self) -> int:
-        """B."""
         return self.config.block_size
 
     @property
     def window(self) -> int | None:
-        """How far a slot sees in any layer."""
         windows = self.config.windows
         return None if None in windows else self.config.sliding_window
 
     @property
     def first_slot(self) -> int:
-        """The first slot that proposes."""
         return self.block_size - self.config.longest
 
     def head_weight(self) -> Tensor:
@@ -409,11 +405,9 @@ class DFlash(Drafter):
         return self.lm_head.weight if self.frozen_head is None else self.frozen_head
 
     def logits(self, states: Tensor, previous: Tensor) -> Tensor:
-        """Draft logits fp32 [n, U] of states [n, D] that follow the tokens int64 [n]."""
         return draft_logits(states, self.head_weight())
 
     def context(self, aux: Tensor, positions: Tensor, pieces: tuple[Piece, ...] | None = None) -> list[KeyValues]:
-        """Keys and values of every layer for captured states [L, T, D] at positions int64 [T], or for ``pieces``."""
         if pieces is not None:
             positions = gather_pieces(positions, pieces)
             aux = torch.stack([gather_pieces(layer, pieces) for layer in aux])
@@ -518,6 +512,8 @@ def _windows(facts: TargetFacts) -> dict[str, Any]:
 class _DFlashKind(DrafterKind[DFlash, DFlashConfig, BlockLoss]):
     name = layers = "dflash"
     config, loss = DFlashConfig, BlockLoss
+    model: type[DFlash] = DFlash
+    teaching: type[BlockObjective] = BlockObjective
     export = DFLASH_EXPORT
 
     def derive(self, facts: TargetFacts) -> dict[str, dict[str, Any]]:
@@ -537,10 +533,10 @@ class _DFlashKind(DrafterKind[DFlash, DFlashConfig, BlockLoss]):
         return Needs(config.aux_layers, "supervised" if loss is not None and loss.reads_teacher else "none")
 
     def build(self, config: DFlashConfig, target: TargetInterface, seed: int) -> DFlash:
-        return DFlash.build(config, target.head, target.vocab, seed)
+        return self.model.build(config, target.head, target.vocab, seed)
 
     def objective(self, model: DFlash, target: TargetInterface, loss: BlockLoss) -> BlockObjective:
-        return BlockObjective(model, Teacher.of(target), loss)
+        return self.teaching(model, Teacher(target), loss)
 
     def hits(self, model: DFlash, target: TargetInterface, pack: PackedBatch, draft_len: int) -> Tensor:
         return block_hits(model, target.vocab, pack, draft_len)

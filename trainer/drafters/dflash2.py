@@ -42,7 +42,6 @@ from trainer.drafters.dflash import (
 from trainer.drafters.live import LOGIT_BUDGET, KeyValues, draft_logits
 from trainer.formats.dflash2 import DFLASH2 as DFLASH2_EXPORT
 from trainer.losses.fused_head import StepLosses
-from trainer.losses.teacher import TargetInterface, Teacher
 from trainer.slots import Blocks
 from trainer.vocab import DraftVocab
 
@@ -250,7 +249,7 @@ class DFlash2Objective(BlockObjective):
 
 class _DFlash2Kind(type(DFLASH)):  # type: ignore[misc]
     name = "dflash2"
-    config, loss = DFlash2Config, DFlash2Loss
+    config, loss, model, teaching = DFlash2Config, DFlash2Loss, DFlash2, DFlash2Objective
     export = DFLASH2_EXPORT
 
     def derive(self, facts: TargetFacts) -> dict[str, dict[str, Any]]:
@@ -264,12 +263,6 @@ class _DFlash2Kind(type(DFLASH)):  # type: ignore[misc]
             "selector_top_k": min(PUBLISHED_CANDIDATES, (math.isqrt(4 * width + 1) - 1) // 2, facts.vocab_size),
         }
         return defaults
-
-    def build(self, config: DFlash2Config, target: TargetInterface, seed: int) -> DFlash2:
-        return DFlash2.build(config, target.head, target.vocab, seed)
-
-    def objective(self, model: DFlash2, target: TargetInterface, loss: DFlash2Loss) -> DFlash2Objective:
-        return DFlash2Objective(model, Teacher.of(target), loss)
 
 
 DFLASH2 = _DFlash2Kind()

@@ -27,7 +27,6 @@ from trainer.drafters.live import draft_logits
 from trainer.formats.dspark import DSPARK as DSPARK_EXPORT
 from trainer.losses.fused_head import StepLosses, head_losses
 from trainer.losses.kinds import Compared, LossKind, Slopes
-from trainer.losses.teacher import TargetInterface, Teacher
 from trainer.slots import BlockMap
 from trainer.vocab import DraftVocab
 
@@ -57,7 +56,6 @@ class DSparkLoss(BlockLoss):
 
     @property
     def reads_teacher(self) -> bool:
-        """Whether the final hidden is read."""
         return True
 
     def as_rejection(self) -> Self:
@@ -86,7 +84,6 @@ class DSparkConfig(DFlashConfig):
 
     @property
     def longest(self) -> int:
-        """K: tokens of one draft."""
         return self.block_size
 
 
@@ -124,7 +121,6 @@ class DSpark(DFlash):
             self.confidence_head = ConfidenceHead(config.hidden_size + config.markov_rank)
 
     def logits(self, states: Tensor, previous: Tensor) -> Tensor:
-        """Draft logits fp32 [n, U] of states [n, D] that follow the tokens int64 [n]."""
         before = F.embedding(previous, self.markov_head.markov_w1.weight)
         bias = draft_logits(before, self.markov_head.markov_w2.weight)
         return super().logits(states, previous) + bias
@@ -179,7 +175,7 @@ class DSparkObjective(BlockObjective):
 
 class _DSparkKind(type(DFLASH)):  # type: ignore[misc]
     name = "dspark"
-    config, loss = DSparkConfig, DSparkLoss
+    config, loss, model, teaching = DSparkConfig, DSparkLoss, DSpark, DSparkObjective
     export = DSPARK_EXPORT
 
     def derive(self, facts: TargetFacts) -> dict[str, dict[str, Any]]:
@@ -194,12 +190,6 @@ class _DSparkKind(type(DFLASH)):  # type: ignore[misc]
 
     def needs(self, config: DSparkConfig, loss: LossConfig | None) -> Needs:
         return Needs(config.aux_layers, "none" if loss is None else "supervised")
-
-    def build(self, config: DSparkConfig, target: TargetInterface, seed: int) -> DSpark:
-        return DSpark.build(config, target.head, target.vocab, seed)
-
-    def objective(self, model: DSpark, target: TargetInterface, loss: DSparkLoss) -> DSparkObjective:
-        return DSparkObjective(model, Teacher.of(target), loss)
 
 
 DSPARK = _DSparkKind()

@@ -37,7 +37,7 @@ from trainer.drafters.base import (
     seeded,
 )
 from trainer.drafters.blocks import DecoderLayer, RMSNorm, Rotary, recomputed, rotate
-from trainer.drafters.live import RecurrentKind, recurrent_hits
+from trainer.drafters.live import KeyValues, RecurrentKind, recurrent_hits
 from trainer.formats.eagle1 import EAGLE1 as EAGLE1_EXPORT
 from trainer.losses.fused_head import StepLosses, Supervision, head_losses, step_scales
 from trainer.losses.teacher import FrozenHead, TargetInterface
@@ -154,8 +154,105 @@ class Eagle1Config(DrafterConfig):
     """A norm on the predicted feature; engines load none."""
 
 
-class Eagle1(Drafter):
-    """The drafter. Embeddings, final norm and LM head are the target's, borrowed and never saved."""
+class FeatureDrafter(Drafter):
+    """A drafter that joins a final hidden of the target with the token after it, and then its own output with the next
+    one. Embeddings, final norm and LM head are the target's, borrowed and never saved. Each kind has ``fc``, the layers
+    and the norm at their end."""
+
+    fc: Linear
+    layers: nn.ModuleList
+    norm: nn.Module
+    _rotary: Rotary
+    _head: HeadBundle
+
+    def tie_weights(self, head: HeadBundle) -> None:
+        """Read embeddings, final norm and head from this bundle. Engines share the table unscaled, hence so here."""
+        self._head = head.to(self.fc.weight.device)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings [n, D] in the drafter's dtype."""
+        return F.embedding(ids, self._head.embed_tokens).to(self.fc.weight.dtype)
+
+    def step(
+        self, g: Tensor, next_ids: Tensor, positions: Tensor, cache: KVCache, last: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See `trainer.drafters.live.Recurrent`: what the next step reads [n, D], and the head's logits [n, V]."""
+        x, tables = self._fuse(g, next_ids, positions), self._rotary.at(positions)
+        for index, layer in enumerate(self._decoder()):
+            normed = layer.input_layernorm(x)
+            q, k, v = layer.self_attn.project(normed)
+            attended = attend_cached(self._turned(q, tables), self._turned(k, tables), v, cache, index)
+            x = self._finish(layer, x, normed, attended)
+        out: Tensor = self.norm(x)
+        return self._fed_back(x, out), self._head.logits(out if last is None else out[-last:], norm_state="post_norm")
+
+    def unrolled(self, batch: PackedBatch, g: Tensor, slot_map: SlotMap, steps: int) -> Tensor:
+        """Outputs of the active slots, step by step: [steps * A, D]. g [T, D]: what the first step reads, at every
+        token. From the second step on a slot reads its own output and the text's next token; it attends to the keys of
+        true states before it and to its own later ones."""
+        ids, ranges = F.pad(batch.input_ids, (0, steps + 1)), slot_map.ranges
+        positions, documents = batch.positions[slot_map.active], document_ranges(batch.document)
+        everywhere, active = self._rotary.at(batch.positions), self._rotary.at(positions)
+        pieces = [Piece(slot_range.begin, slot_range.length, slot_range.at) for slot_range in ranges]
+
+        def first(layer: DecoderLayer, x: Tensor, is_last: bool) -> tuple[Tensor, Tensor, Tensor]:
+            normed, tables, reads = layer.input_layernorm(x), everywhere, documents
+            k, v = layer.self_attn.keys_values(normed)
+            k = self._turned(k, everywhere)
+            if is_last:
+                # Only what is taught or proposed is computed past the last layer's keys.
+                x, normed, tables, reads = gather_pieces(x, pieces), gather_pieces(normed, pieces), active, ranges
+            attended = ttt_attention(self._turned(layer.self_attn.queries(normed), tables), k, v, [], reads)
+            return self._finish(layer, x, normed, attended), k, v
+
+        def later(i: int, g: Tensor, before: list[list[KeyValues]]) -> tuple[Tensor, list[KeyValues]]:
+            x = self._fuse(g, ids[slot_map.active + 1 + i], positions + i)
+            tables, step_keys = self._rotary.at(positions + i), []
+            for layer, (text, *own) in zip(self._decoder(), before, strict=True):
+                normed = layer.input_layernorm(x)
+                q, k, v = layer.self_attn.project(normed)
+                step_keys.append((self._turned(k, tables), v))
+                attended = ttt_attention(self._turned(q, tables), *text, [*own, step_keys[-1]], ranges)
+                x = self._finish(layer, x, normed, attended)
+            return x, step_keys
+
+        x = recomputed(self.recompute, self._fuse, g, ids[1 : batch.tokens + 1], batch.positions)
+        keys: list[list[KeyValues]] = []
+        for layer in self._decoder():
+            x, k, v = recomputed(self.recompute, first, layer, x, len(keys) == len(self.layers) - 1)
+            keys.append([(k, v)])
+        outputs: list[Tensor] = [self.norm(x)]
+        for i in range(1, steps):
+            g = self._fed_back(x, outputs[-1])
+            x, step_keys = recomputed(self.recompute, later, i, g, [list(pairs) for pairs in keys])
+            for pairs, pair in zip(keys, step_keys, strict=True):
+                pairs.append(pair)
+            outputs.append(self.norm(x))
+        return torch.cat(outputs)
+
+    def _fuse(self, g: Tensor, ids: Tensor, positions: Tensor) -> Tensor:
+        """What the layers read [n, D], of states [n, D] at positions int64 [n] and the tokens after them int64 [n]."""
+        out: Tensor = self.fc(torch.cat([self.embed(ids), g], -1))
+        return out
+
+    def _turned(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        return rotate(x, *tables)
+
+    def _finish(self, layer: Any, x: Tensor, normed: Tensor, attended: Tensor) -> Tensor:
+        """Layer output [n, D] from its input, plain and normed, and attended values [n, N, E]."""
+        out: Tensor = layer.finish(x, attended)
+        return out
+
+    def _fed_back(self, x: Tensor, out: Tensor) -> Tensor:
+        """Which the next step reads: the last layer's output, or it after the norm."""
+        return out
+
+    def _decoder(self) -> list[DecoderLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+
+
+class Eagle1(FeatureDrafter):
+    """The drafter."""
 
     config: Eagle1Config
 
@@ -165,10 +262,9 @@ class Eagle1(Drafter):
         self.fc = Linear(2 * config.hidden_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         if not config.first_norm:
-            self._layers()[0].input_layernorm = nn.Identity()
+            self._decoder()[0].input_layernorm = nn.Identity()
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if config.last_norm else nn.Identity()
         self._rotary = Rotary.of(config)
-        self._head: HeadBundle
 
     @classmethod
     def build(cls, config: Eagle1Config, head: HeadBundle, seed: int = 0) -> Self:
@@ -179,81 +275,14 @@ class Eagle1(Drafter):
         model.tie_weights(head)
         return model
 
-    def tie_weights(self, head: HeadBundle) -> None:
-        """Read embeddings, final norm and head from this bundle. Engines share the table unscaled, hence so here."""
-        self._head = head.to(self.fc.weight.device)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """Embeddings [n, D] in the drafter's dtype."""
-        return F.embedding(ids, self._head.embed_tokens).to(self.fc.weight.dtype)
-
     def begin(self, verified: Verified) -> Tensor:
         """Features of verified tokens: [T, D]."""
         return self._head.norm(verified.final).to(self.fc.weight.dtype)
 
-    def step(
-        self, g: Tensor, next_ids: Tensor, positions: Tensor, cache: KVCache, last: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Predicted features [n, D] and the head's logits [n, V] of n slots after those in ``cache``. g [n, D]:
-        ``begin`` of verified rows, or what ``step`` returned for the slot before. next_ids int64 [n]: the token after
-        each row. positions int64 [n] of the rows. ``last``: make the logits of so many last slots only."""
-        x = self._fuse(next_ids, g)
-        cos, sin = self._rotary.at(positions)
-        for index, layer in enumerate(self._layers()):
-            normed = layer.input_layernorm(x)
-            k, v = layer.self_attn.keys_values(normed)
-            q = rotate(layer.self_attn.queries(normed), cos, sin)
-            x = layer.finish(x, attend_cached(q, rotate(k, cos, sin), v, cache, index))
-        predicted: Tensor = self.norm(x)
-        read = predicted if last is None else predicted[-last:]
-        return predicted, self._head.logits(read, norm_state="post_norm")
-
     def unroll(self, batch: PackedBatch, features: Tensor, slot_map: SlotMap, steps: int) -> Tensor:
         """Predicted features of the active slots, step by step: [steps * A, D]. features [T, D]: those of the target,
-        at every token. From the second step on a slot reads its own prediction and the text's next token; it attends to
-        the keys of true features before it and to its own later ones."""
-        ids = F.pad(batch.input_ids, (0, steps + 1))
-        everywhere, active = self._rotary.at(batch.positions), self._rotary.at(batch.positions[slot_map.active])
-        documents = document_ranges(batch.document)
-        pieces = [Piece(slot_range.begin, slot_range.length, slot_range.at) for slot_range in slot_map.ranges]
-
-        def read(layer: DecoderLayer, x: Tensor, is_last: bool) -> tuple[Tensor, Tensor, Tensor]:
-            normed, tables, ranges = layer.input_layernorm(x), everywhere, documents
-            k, v = layer.self_attn.keys_values(normed)
-            k = rotate(k, *everywhere)
-            if is_last:
-                # Only what is taught or proposed is computed past the last layer's keys.
-                x, normed = gather_pieces(x, pieces), gather_pieces(normed, pieces)
-                tables, ranges = active, slot_map.ranges
-            attended = ttt_attention(rotate(layer.self_attn.queries(normed), *tables), k, v, [], ranges)
-            return layer.finish(x, attended), k, v
-
-        x = self._fuse(ids[1 : batch.tokens + 1], features.to(self.fc.weight.dtype))
-        text: list[tuple[Tensor, Tensor]] = []
-        for index, layer in enumerate(self._layers()):
-            x, k, v = recomputed(self.recompute, read, layer, x, index == len(self.layers) - 1)
-            text.append((k, v))
-        outputs: list[Tensor] = [self.norm(x)]
-        later_keys: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
-        for i in range(1, steps):
-            x = self._fuse(ids[slot_map.active + 1 + i], outputs[-1])
-            tables = self._rotary.at(batch.positions[slot_map.active] + i)
-            for layer, before, later in zip(self._layers(), text, later_keys, strict=True):
-                normed = layer.input_layernorm(x)
-                k, v = layer.self_attn.keys_values(normed)
-                later.append((rotate(k, *tables), v))
-                x = layer.finish(
-                    x, ttt_attention(rotate(layer.self_attn.queries(normed), *tables), *before, later, slot_map.ranges)
-                )
-            outputs.append(self.norm(x))
-        return torch.cat(outputs)
-
-    def _fuse(self, ids: Tensor, features: Tensor) -> Tensor:
-        out: Tensor = self.fc(torch.cat([self.embed(ids), features], -1))
-        return out
-
-    def _layers(self) -> list[DecoderLayer]:
-        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        at every token."""
+        return self.unrolled(batch, features.to(self.fc.weight.dtype), slot_map, steps)
 
 
 class _Eagle1Kind(RecurrentKind[Eagle1, Eagle1Config, RegressionLoss]):

@@ -13,7 +13,6 @@ A active slots, N query heads, G key heads, E head width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, Protocol, Self
 
 import torch
@@ -38,7 +37,7 @@ from trainer.drafters.base import (
     seeded,
 )
 from trainer.drafters.blocks import DecoderLayer, RMSNorm, Rotary, recomputed, rotate
-from trainer.drafters.live import RecurrentKind, recurrent_hits
+from trainer.drafters.live import KeyValues, RecurrentKind
 from trainer.formats.eagle3 import EAGLE3 as EAGLE3_EXPORT
 from trainer.losses.fused_head import StepLosses, Supervision, head_losses, step_scales, step_weights
 from trainer.losses.kinds import LOSSES
@@ -154,7 +153,6 @@ class TttObjective:
         return counts.sum().expand_as(counts).clone() if self.loss.reduction == "all" else counts
 
     def losses(self, inputs: TttInputs, denominators: Tensor) -> StepLosses:
-        """What this pack adds to the loss of the global batch."""
         states = self._states(inputs)
         active = inputs.slot_map.active.shape[0]
         step_offset = torch.arange(self.loss.steps, device=states.device) * active
@@ -180,7 +178,9 @@ class TttObjective:
     def _teach(self, batch: PackedBatch, rows: Tensor) -> tuple[Tensor, TeacherRows, Tensor]:
         """Rows that have a teacher int64 [R], what it says there, and which of them can teach: bool [R]."""
         if self._kind.teacher == "text":
-            rows, teacher = self._text(batch, rows)
+            # The rows that a token follows are taught by that token; no final hidden is read.
+            rows, token = next_tokens(batch, rows)
+            teacher = TeacherRows(batch.aux.new_empty(len(rows), 0), token, self.teacher.draft_token(token) >= 0)
         else:
             mass = self._kind.overlap and self.loss.overlap_mass == "whole"
             teacher = self.teacher.read(batch, rows, token=self._kind.teacher == "target", mass=mass)
@@ -188,11 +188,6 @@ class TttObjective:
         if self._kind.teacher == "target" and teacher.token is not None:
             usable = self.teacher.draft_token(teacher.token) >= 0
         return rows, teacher, usable
-
-    def _text(self, batch: PackedBatch, rows: Tensor) -> tuple[Tensor, TeacherRows]:
-        """The rows that a token follows, taught by that token; no final hidden is read."""
-        rows, token = next_tokens(batch, rows)
-        return rows, TeacherRows(batch.aux.new_empty(len(rows), 0), token, self.teacher.draft_token(token) >= 0)
 
     def _supervision(self, slots: Tensor, teacher: TeacherRows) -> Supervision:
         labels = None if teacher.token is None else self.teacher.draft_token(teacher.token)
@@ -209,43 +204,8 @@ class TttObjective:
         return self.model.lm_head.weight.device
 
 
-KeyValue = tuple[Tensor, Tensor]
-
-
-def unrolled(model: "Eagle3", batch: PackedBatch, slot_map: SlotMap, steps: int) -> Tensor:
-    """States after the final norm at every TTT step, step by step: [K*A, H]."""
-    stages = stages_of(model)
-    # The embedding half of the projection depends on the token alone, so one product serves every step.
-    from_tokens = project_tokens(model, F.pad(batch.input_ids, (0, steps + 1)))
-    positions = batch.positions[slot_map.active]
-
-    def later(i: int, hidden: Tensor, before: list[list[KeyValue]]) -> tuple[Tensor, list[KeyValue]]:
-        tokens: Tensor | None = gather_pieces(from_tokens, _pieces(slot_map.ranges, 1 + i))
-        tables, step_keys = model.rotary.at(positions + i), []
-        for stage, later_keys in zip(stages, before, strict=True):
-            normed = stage.norm(hidden)
-            q, k, v = stage.layer.self_attn.split(stage.project(normed, tokens))
-            step_keys.append((rotate(k, *tables), v))
-            attended = ttt_attention(rotate(q, *tables), *stage.prefix, [*later_keys, step_keys[-1]], stage.ranges)
-            hidden, tokens = stage.finish(hidden, normed, attended), None
-        return hidden, step_keys
-
-    hidden = first_step(model, stages, batch, slot_map, from_tokens[1 : batch.input_ids.shape[0] + 1])
-    outputs = []
-    later_keys: list[list[KeyValue]] = [[] for _ in stages]
-    for i in range(steps):
-        if i > 0:
-            hidden, step_keys = recomputed(model.recompute, later, i, hidden, [list(keys) for keys in later_keys])
-            for keys, more in zip(later_keys, step_keys, strict=True):
-                keys.append(more)
-        out = model.norm(hidden)
-        outputs.append(out)
-        hidden = out if model.config.norm_output else hidden
-    return torch.cat(outputs)
-
-
 def unrolled_mixed(model: "Eagle3", batch: PackedBatch, slot_map: SlotMap, steps: int, how: Mixing) -> Tensor:
-    """As `unrolled`, where every step is a causal pass over all rows that read mixed hidden states."""
+    """As `Eagle3.unroll`, where every step is a causal pass over all rows that read mixed hidden states."""
     stages, tables = stages_of(model), model.rotary.at(batch.positions)
     everyone, shares = document_ranges(batch.document), draw_shares(batch, steps, model.rng_key)
     from_tokens = project_tokens(model, F.pad(batch.input_ids[1:], (0, 1)))
@@ -305,7 +265,7 @@ class Stage:
     norm: torch.nn.Module
     weight: Tensor
     residual_normed: bool
-    prefix: KeyValue = field(init=False)
+    prefix: KeyValues = field(init=False)
     ranges: tuple[SlotRange, ...] = ()
 
     def project(self, normed: Tensor, tokens: Tensor | None, part: slice = slice(None)) -> Tensor:
@@ -318,7 +278,7 @@ class Stage:
         attention = self.layer.self_attn
         return self.project(normed, tokens, slice(attention.q_width)).unflatten(-1, (-1, attention.head_dim))
 
-    def keys_values(self, normed: Tensor, tokens: Tensor | None) -> KeyValue:
+    def keys_values(self, normed: Tensor, tokens: Tensor | None) -> KeyValues:
         """Two of [n, G, E]."""
         attention = self.layer.self_attn
         kv = self.project(normed, tokens, slice(attention.q_width, None)).unflatten(-1, (-1, attention.head_dim))
@@ -502,9 +462,7 @@ class Eagle3(Drafter):
     def step(
         self, g: Tensor, next_ids: Tensor, positions: Tensor, cache: KVCache, last: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Decode n slots after those in ``cache``: returns what the next step reads as g [n, H], and logits [n, U]. g
-        [n, H]: ``start`` of verified rows, or what ``step`` returned for the slot before. next_ids int64 [n]: the token
-        after each row. positions int64 [n] of the rows. ``last``: make the logits of so many last slots only."""
+        """See `trainer.drafters.live.Recurrent`."""
         normed = self.midlayer.hidden_norm(g)
         x = torch.cat([self.midlayer.input_layernorm(self.embed(next_ids)), normed], -1)
         hidden = normed if self.config.norm_before_residual else g
@@ -516,8 +474,34 @@ class Eagle3(Drafter):
         return (normed if self.config.norm_output else hidden), self.lm_head(normed if last is None else normed[-last:])
 
     def unroll(self, batch: PackedBatch, slot_map: SlotMap, steps: int) -> Tensor:
-        """States after the final norm at every TTT step, step by step: [K*A, H]."""
-        return unrolled(self, batch, slot_map, steps)
+        stages = stages_of(self)
+        # The embedding half of the projection depends on the token alone, so one product serves every step.
+        from_tokens = project_tokens(self, F.pad(batch.input_ids, (0, steps + 1)))
+        positions = batch.positions[slot_map.active]
+
+        def later(i: int, hidden: Tensor, before: list[list[KeyValues]]) -> tuple[Tensor, list[KeyValues]]:
+            tokens: Tensor | None = gather_pieces(from_tokens, _pieces(slot_map.ranges, 1 + i))
+            tables, step_keys = self.rotary.at(positions + i), []
+            for stage, later_keys in zip(stages, before, strict=True):
+                normed = stage.norm(hidden)
+                q, k, v = stage.layer.self_attn.split(stage.project(normed, tokens))
+                step_keys.append((rotate(k, *tables), v))
+                attended = ttt_attention(rotate(q, *tables), *stage.prefix, [*later_keys, step_keys[-1]], stage.ranges)
+                hidden, tokens = stage.finish(hidden, normed, attended), None
+            return hidden, step_keys
+
+        hidden = first_step(self, stages, batch, slot_map, from_tokens[1 : batch.input_ids.shape[0] + 1])
+        outputs = []
+        later_keys: list[list[KeyValues]] = [[] for _ in stages]
+        for i in range(steps):
+            if i > 0:
+                hidden, step_keys = recomputed(self.recompute, later, i, hidden, [list(keys) for keys in later_keys])
+                for keys, more in zip(later_keys, step_keys, strict=True):
+                    keys.append(more)
+            out = self.norm(hidden)
+            outputs.append(out)
+            hidden = out if self.config.norm_output else hidden
+        return torch.cat(outputs)
 
     def decoder_layers(self) -> list[DecoderLayer]:
         """Layer 0 first."""
@@ -543,13 +527,10 @@ class _Eagle3Kind(RecurrentKind[Eagle3, Eagle3Config, Eagle3Loss]):
 
     def objective(self, model: Eagle3, target: TargetInterface, loss: Eagle3Loss) -> TttObjective:
         kind = TttObjective if loss.mix_hidden_states == "none" else MixedObjective
-        return kind(model, Teacher.of(target, drop_off_vocab=loss.drop_off_vocab), loss)
+        return kind(model, Teacher(target, drop_off_vocab=loss.drop_off_vocab), loss)
 
     def splits_context(self, loss: Eagle3Loss) -> bool:
         return loss.mix_hidden_states == "none"
-
-    def hits(self, model: Eagle3, target: TargetInterface, pack: PackedBatch, draft_len: int) -> Tensor:
-        return recurrent_hits(partial(model.unroll, pack), model.lm_head.weight, target.vocab, pack, draft_len)
 
 
 EAGLE3 = _Eagle3Kind()

@@ -12,6 +12,7 @@ A active slots, K drafted tokens per draft, w tree width, B slots of a block, G 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +39,8 @@ class Recurrent(Protocol):
         self, g: Tensor, next_ids: Tensor, positions: Tensor, cache: KVCache, last: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Decode n slots after those in ``cache``: what the next step reads as g [n, H], and logits [n, U], or those of
-        the ``last`` slots only."""
+        the ``last`` slots only. g [n, H]: ``begin`` of verified rows, or what ``step`` returned for the slot before.
+        next_ids int64 [n]: the token after each row. positions int64 [n] of the rows."""
 
 
 @torch.no_grad()
@@ -112,7 +114,6 @@ class LiveRecurrent:
 
     @torch.inference_mode()
     def propose(self, verified: Verified, draft_len: int, pick: Pick = most_probable) -> list[int]:
-        """K target ids."""
         device = self._target_ids.device
         length = self._cache.length + len(verified.next_ids)
         positions = torch.arange(self._cache.length, length, device=device)
@@ -127,7 +128,6 @@ class LiveRecurrent:
 
     @torch.inference_mode()
     def grow(self, verified: Verified, depth: int) -> DraftTree:
-        """The tree of at most ``depth`` levels below ``verified.next_ids[-1]``."""
         cache, device = self._cache, self._target_ids.device
         verified_rows = cache.length + len(verified.next_ids)
         positions = torch.arange(cache.length, verified_rows, device=device)
@@ -145,7 +145,11 @@ class LiveRecurrent:
 
 
 class RecurrentKind(DrafterKind[M, C, S]):
-    """A kind of drafter whose model is `Recurrent`."""
+    """A kind of drafter whose model is `Recurrent` and unrolls itself over a text to states that its head reads."""
+
+    def hits(self, model: Any, target: TargetInterface, pack: PackedBatch, draft_len: int) -> Tensor:
+        weight = model.lm_head.weight.to(model.fc.weight.dtype)
+        return recurrent_hits(partial(model.unroll, pack), weight, target.vocab, pack, draft_len)
 
     def live(self, model: Any, target: TargetInterface) -> LiveRecurrent:
         return LiveRecurrent(model, target.vocab)

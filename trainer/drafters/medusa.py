@@ -154,13 +154,14 @@ class MedusaObjective:
     def __init__(self, model: Medusa, target: TargetInterface, loss: MedusaLoss) -> None:
         self.model, self.target, self.loss = model, target, loss
         self.depths = model.config.medusa_heads
-        self.teacher = Teacher.of(target, drop_off_vocab=False)
+        self.teacher = Teacher(target, drop_off_vocab=False)
         self._weights = loss.head_weight * step_weights(self.depths, loss.decay)
 
     @torch.no_grad()
     def prepare(self, batch: PackedBatch) -> MedusaInputs:
-        """Find the rows that teach and what each head is taught there."""
-        rows = _taught_rows(batch)
+        """Find the rows that teach, whose next token is supervised and of their document, and what each head is taught
+        there."""
+        rows = torch.nonzero(batch.loss_mask[1:] & (batch.document[1:] == batch.document[:-1]))[:, 0]
         ahead, taught = following_rows(batch.document, rows + 1, self.depths)
         taught &= batch.loss_mask[ahead]
         labels = torch.where(taught, self.teacher.draft_token(batch.input_ids[ahead]), -1)
@@ -176,7 +177,6 @@ class MedusaObjective:
         return sum((inputs.counts for inputs in packs), zeros)
 
     def losses(self, inputs: MedusaInputs, denominators: Tensor) -> StepLosses:
-        """What this pack adds to the loss of the global batch."""
         scales = step_scales(self._weights.to(denominators.device), denominators)
         heads = [self._losses(inputs, index, scales[index : index + 1]) for index in range(self.depths)]
         total, value = heads[0].total, heads[0].value
@@ -213,11 +213,6 @@ class LiveMedusa:
         logits = [self._model.states(features, k).float() @ self._model.head_weight(k).float().T for k in heads]
         ids: list[int] = self._target.vocab.target_ids[pick(torch.cat(logits))].tolist()
         return ids
-
-
-def _taught_rows(batch: PackedBatch) -> Tensor:
-    """Rows t whose next token is supervised, in the same document: int64 [R], ascending."""
-    return torch.nonzero(batch.loss_mask[1:] & (batch.document[1:] == batch.document[:-1]))[:, 0]
 
 
 class _MedusaKind(DrafterKind[Medusa, MedusaConfig, MedusaLoss]):

@@ -9,30 +9,27 @@ differs from family to family is a `trainer.formats.mtp.Layout`. Sources: docs/d
 Shapes: T tokens, D target width, V target vocabulary, K steps, A active slots, n rows, N query heads, E head width.
 """
 
-from functools import partial
 from typing import Any, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hiddenstore.data import PackedBatch
 from hiddenstore.errors import FormatError, Kind
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.matmul import Linear
 from schemas.capture import NormState
-from trainer.attention.ttt import KVCache, attend_cached, ttt_attention
 from trainer.config import DrafterConfig
-from trainer.drafters.base import Drafter, Needs, TargetFacts, Verified, require_width, seeded
-from trainer.drafters.blocks import Attention, DecoderLayer, OnePlusNorm, RMSNorm, Rotary, recomputed, rotate
-from trainer.drafters.eagle1 import require_every_final
+from trainer.drafters.base import Needs, TargetFacts, Verified, require_width, seeded
+from trainer.drafters.blocks import Attention, DecoderLayer, OnePlusNorm, RMSNorm, Rotary, rotate
+from trainer.drafters.eagle1 import FeatureDrafter, require_every_final
 from trainer.drafters.eagle3 import TttLoss, TttObjective
-from trainer.drafters.live import RecurrentKind, recurrent_hits
+from trainer.drafters.live import RecurrentKind
 from trainer.formats.mtp import LAYOUTS
 from trainer.formats.mtp import MTP as MTP_EXPORT
 from trainer.losses.teacher import FrozenHead, TargetInterface, Teacher
-from trainer.slots import Piece, SlotMap, gather_pieces
+from trainer.slots import SlotMap
 
 
 class MtpLoss(TttLoss):
@@ -116,8 +113,8 @@ def _norm_of(config: MtpConfig) -> type[RMSNorm]:
     return OnePlusNorm if LAYOUTS[config.layout].one_plus else RMSNorm
 
 
-class Mtp(Drafter):
-    """The layer and what joins its inputs. Embeddings, final norm and LM head are the target's, never saved."""
+class Mtp(FeatureDrafter):
+    """The layer and what joins its inputs."""
 
     config: MtpConfig
 
@@ -130,7 +127,6 @@ class Mtp(Drafter):
         self.layers = nn.ModuleList([MtpLayer(config)])
         self._stored_norm = stored_norm
         self._rotary = Rotary(config.turned, config.rope_theta, config.rope_scaling, config.max_position)
-        self._head: HeadBundle
         self.lm_head: FrozenHead
 
     @classmethod
@@ -142,64 +138,18 @@ class Mtp(Drafter):
         return model
 
     def tie_weights(self, head: HeadBundle) -> None:
-        """Read embeddings, final norm and head from this bundle. Engines share the table unscaled, hence so here."""
-        self._head = head.to(self.fc.weight.device)
+        super().tie_weights(head)
         self.lm_head = FrozenHead.of(self._head)
 
     def begin(self, verified: Verified) -> Tensor:
         """What the first step reads of verified tokens: [T, D]."""
         return self._first(verified.final, "pre_norm")
 
-    def step(
-        self, g: Tensor, next_ids: Tensor, positions: Tensor, cache: KVCache, last: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """What the next step reads [n, D], and the head's logits [n, V], of n slots after those in ``cache``. g [n, D]:
-        ``begin`` of verified rows, or what ``step`` returned for the slot before. next_ids int64 [n]: the token after
-        each row. positions int64 [n] of the rows. ``last``: make the logits of so many last slots only."""
-        x = self._fuse(g, next_ids, positions)
-        layer, read = self._layer, self._layer.input_layernorm(x)
-        q, k, v = layer.self_attn.project(read)
-        attended = attend_cached(self._rotate(q, positions), self._rotate(k, positions), v, cache)
-        out = layer.finish(x, layer.self_attn.gated(attended, read))
-        normed: Tensor = self.norm(out)
-        proposing = normed if last is None else normed[-last:]
-        return self._fed_back(out, normed), self._head.logits(proposing, norm_state="post_norm")
-
     def unroll(self, batch: PackedBatch, slot_map: SlotMap, steps: int) -> Tensor:
-        """States of the active slots as ``lm_head`` reads them, step by step: [K*A, D]. From the second step on a slot
-        reads its own output and the text's next token; it attends to the keys of true states before it and to its own
-        later ones. Raises FormatError: the final hidden is not stored at every token."""
+        """States of the active slots as ``lm_head`` reads them, step by step: [K*A, D]. Raises FormatError: the final
+        hidden is not stored at every token."""
         require_every_final(batch)
-        ids, layer = F.pad(batch.input_ids, (0, steps + 1)), self._layer
-        pieces = [Piece(slot_range.begin, slot_range.length, slot_range.at) for slot_range in slot_map.ranges]
-        positions = batch.positions[slot_map.active]
-
-        def first(states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            x = self._fuse(states, ids[1 : batch.tokens + 1], batch.positions)
-            normed = layer.input_layernorm(x)
-            k, v = layer.self_attn.keys_values(normed)
-            k = self._rotate(k, batch.positions)
-            # Only what is taught or proposed is computed past the keys.
-            x, normed = gather_pieces(x, pieces), gather_pieces(normed, pieces)
-            q = self._rotate(layer.self_attn.queries(normed), positions)
-            attended = ttt_attention(q, k, v, [], slot_map.ranges)
-            return layer.finish(x, layer.self_attn.gated(attended, normed)), k, v
-
-        def later(i: int, g: Tensor, *before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            x = self._fuse(g, ids[slot_map.active + 1 + i], positions + i)
-            normed = layer.input_layernorm(x)
-            q, k, v = layer.self_attn.project(normed)
-            keys = [*zip(before[2::2], before[3::2], strict=True), (self._rotate(k, positions + i), v)]
-            attended = ttt_attention(self._rotate(q, positions + i), before[0], before[1], keys, slot_map.ranges)
-            return layer.finish(x, layer.self_attn.gated(attended, normed)), *keys[-1]
-
-        out, *keys = recomputed(self.recompute, first, self._first(batch.final, self._stored_norm))
-        outputs = [self.norm(out)]
-        for i in range(1, steps):
-            out, *more = recomputed(self.recompute, later, i, self._fed_back(out, outputs[-1]), *keys)
-            keys += more
-            outputs.append(self.norm(out))
-        return self.lm_head.widened(torch.cat(outputs))
+        return self.lm_head.widened(self.unrolled(batch, self._first(batch.final, self._stored_norm), slot_map, steps))
 
     def _first(self, final: Tensor, stored: NormState) -> Tensor:
         """Final hiddens [T, D] on the side of the norm that the layer reads. Raises FormatError: ``final-norm``."""
@@ -215,26 +165,23 @@ class Mtp(Drafter):
         return self._head.norm(final).to(self.fc.weight.dtype)
 
     def _fuse(self, g: Tensor, ids: Tensor, positions: Tensor) -> Tensor:
-        tokens = F.embedding(ids, self._head.embed_tokens).to(self.fc.weight.dtype)
+        tokens = self.embed(ids)
         if self.layout.blind_first:
             tokens = tokens.masked_fill((positions == 0)[:, None], 0)
         halves = [self.token_norm(tokens), self.hidden_norm(g)]
         out: Tensor = self.fc(torch.cat(halves[::-1] if self.layout.hidden_first else halves, -1))
         return out
 
-    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+    def _turned(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         count = self.config.turned
-        turned = rotate(x[..., :count], *self._rotary.at(positions))
+        turned = rotate(x[..., :count], *tables)
         return turned if count == x.shape[-1] else torch.cat([turned, x[..., count:]], -1)
 
-    def _fed_back(self, out: Tensor, normed: Tensor) -> Tensor:
-        return normed if self.layout.feeds_normed else out
+    def _finish(self, layer: Any, x: Tensor, normed: Tensor, attended: Tensor) -> Tensor:
+        return super()._finish(layer, x, normed, layer.self_attn.gated(attended, normed))
 
-    @property
-    def _layer(self) -> MtpLayer:
-        layer = self.layers[0]
-        assert isinstance(layer, MtpLayer)
-        return layer
+    def _fed_back(self, x: Tensor, out: Tensor) -> Tensor:
+        return out if self.layout.feeds_normed else x
 
 
 class _MtpKind(RecurrentKind[Mtp, MtpConfig, MtpLoss]):
@@ -257,11 +204,7 @@ class _MtpKind(RecurrentKind[Mtp, MtpConfig, MtpLoss]):
         return Mtp.build(config, target, seed)
 
     def objective(self, model: Mtp, target: TargetInterface, loss: MtpLoss) -> TttObjective:
-        return TttObjective(model, Teacher.of(target, drop_off_vocab=loss.drop_off_vocab), loss)
-
-    def hits(self, model: Mtp, target: TargetInterface, pack: PackedBatch, draft_len: int) -> Tensor:
-        weight = model.lm_head.weight.to(model.fc.weight.dtype)
-        return recurrent_hits(partial(model.unroll, pack), weight, target.vocab, pack, draft_len)
+        return TttObjective(model, Teacher(target, drop_off_vocab=loss.drop_off_vocab), loss)
 
 
 MTP = _MtpKind()

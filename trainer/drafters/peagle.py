@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from hiddenstore.data import PackedBatch
 from hiddenstore.targets.head import HeadBundle
 from trainer.attention.block import Sight, block_attention
-from trainer.attention.ttt import KVCache
 from trainer.config import LossConfig
 from trainer.drafters.base import DrafterKind, Needs, Pick, TargetFacts, Verified, most_probable
 from trainer.drafters.blocks import recomputed, rotate
@@ -37,7 +36,7 @@ from trainer.drafters.eagle3 import (
     project_tokens,
     stages_of,
 )
-from trainer.drafters.live import recurrent_hits
+from trainer.drafters.live import LiveRecurrent, recurrent_hits
 from trainer.formats.peagle import PEAGLE as PEAGLE_EXPORT
 from trainer.losses.fused_head import StepLosses
 from trainer.losses.kinds import LOSSES
@@ -208,25 +207,18 @@ class ChainObjective(TttObjective):
         return ChainInputs(batch, drawn.sum(0), kept.sum(0), teacher.pick(usable), slot_map, chains, at)
 
     def losses(self, inputs: TttInputs, denominators: Tensor) -> StepLosses:
-        """What this pack adds to the loss of the global batch."""
         assert isinstance(inputs, ChainInputs)
         states = self.model.slot_states(inputs.batch, inputs.slot_map, inputs.chains)
         return self._compared(states, inputs.at, inputs.teacher, denominators)
 
 
-class LiveChain:
-    """The drafter beside a live target, one forward a draft: a `trainer.drafters.base.Live`. Its KV cache holds first
-    slots only between calls."""
+class LiveChain(LiveRecurrent):
+    """The drafter beside a live target, one forward a draft. Its KV cache holds first slots only between calls."""
 
-    def __init__(self, model: PEagle, vocab: DraftVocab) -> None:
-        self._model, self._target_ids, self._cache = model, vocab.target_ids, KVCache()
-
-    def reset(self) -> None:
-        self._cache = KVCache()
+    _model: PEagle
 
     @torch.inference_mode()
     def propose(self, verified: Verified, draft_len: int, pick: Pick = most_probable) -> list[int]:
-        """K target ids."""
         device, begin = self._target_ids.device, self._cache.length
         length = begin + len(verified.next_ids)
         known = torch.tensor(list(verified.next_ids), device=device)
@@ -264,7 +256,7 @@ class _PEagleKind(DrafterKind[PEagle, PEagleConfig, PEagleLoss]):
         return PEagle.build(config, target.head, target.vocab, seed)
 
     def objective(self, model: PEagle, target: TargetInterface, loss: PEagleLoss) -> ChainObjective:
-        teacher = Teacher.of(target, drop_off_vocab=loss.drop_off_vocab)
+        teacher = Teacher(target, drop_off_vocab=loss.drop_off_vocab)
         return ChainObjective(model, teacher, loss)
 
     def hits(self, model: PEagle, target: TargetInterface, pack: PackedBatch, draft_len: int) -> Tensor:

@@ -104,11 +104,7 @@ def questions_of(path: Path, unusable: list[str]) -> Iterator[Question]:
     ``category``, else the file's name. What stands beside it is read as ``prepare`` reads it: system messages, tools,
     ``chat_template_kwargs`` and ``enable_thinking``. Raises NotFoundError: ``path-missing``."""
     if not path.is_file():
-        raise NotFoundError(
-            f"no prompts at {path}: expected a JSONL file",
-            kind=Kind.PATH_MISSING,
-            hint=_FORM,
-        )
+        raise NotFoundError(f"no prompts at {path}: expected a JSONL file", kind=Kind.PATH_MISSING, hint=_FORM)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():

@@ -22,7 +22,6 @@ from trainer.evaluate.server import (
     SamplingOptions,
     Server,
     TaskResult,
-    add_counts,
     by_task,
     measure,
     row_of,
@@ -81,16 +80,7 @@ def rows_of(url: str, drafted: Rounds, plain: Rounds | None) -> list[Row]:
 
 def _merged(rounds: Rounds) -> list[TaskResult]:
     """All rounds of each task as one result."""
-    return [
-        TaskResult(
-            task=task[0].task,
-            questions=task[0].questions,
-            seconds=sum(result.seconds for result in task),
-            answers=[answer for result in task for answer in result.answers],
-            counts=add_counts(result.counts for result in task),
-        )
-        for task in zip(*rounds, strict=True)
-    ]
+    return [TaskResult.of_all(task[0].task, task[0].questions, task) for task in zip(*rounds, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from hiddenstore.conversation import TEMPLATE_KWARGS, Message, for_server
 from hiddenstore.errors import CaptureError, ConfigError, Kind
@@ -179,6 +179,8 @@ class Server:
     """What it computes logits in, where that is known."""
     plain: Mapping[str, float] = NO_PENALTIES
     """What leaves the target's own choices as they are, in the words of the server."""
+    _counting = ""
+    """Options of ``hiddenstore serve`` without which the server counts no drafts."""
 
     def __init__(
         self, client: HttpClient, model: str | None = None, render: Render | None = None, renders_all: bool = True
@@ -214,11 +216,14 @@ class Server:
 
     def no_counts(self) -> ConfigError:
         """Why accepted length cannot be read of this server, and what would help."""
-        return ConfigError(
-            f"the server at {self.client.url} does not draft: its /metrics has no vllm:spec_decode counters",
-            kind=Kind.NO_SPECULATION,
-            hint=f"hiddenstore serve DRAFTER --engine vllm --target {self.model}",
-        )
+        return self._silent("does not draft: its /metrics has no vllm:spec_decode counters", "vllm")
+
+    def _silent(self, problem: str, engine: str) -> ConfigError:
+        problem = f"the server at {self.client.url} {problem}"
+        return ConfigError(problem, kind=Kind.NO_SPECULATION, hint=self._command(engine))
+
+    def _command(self, engine: str) -> str:
+        return f"hiddenstore serve DRAFTER --engine {engine} --target {self.model}{self._counting}"
 
     def _body(self, messages: Sequence[Message], sampling: SamplingOptions) -> dict[str, Any]:
         """A request with the ``prompt`` that was rendered here, or with ``messages``."""
@@ -261,11 +266,7 @@ class SglangServer(Server):
 
     def no_counts(self) -> ConfigError:
         advice = "" if self._render else "; older releases say it only of /generate, which --target makes it use"
-        return ConfigError(
-            f"the server at {self.client.url} sent no spec_verify_ct with its answers: it does not draft{advice}",
-            kind=Kind.NO_SPECULATION,
-            hint=f"hiddenstore serve DRAFTER --engine sglang --target {self.model}",
-        )
+        return self._silent(f"sent no spec_verify_ct with its answers: it does not draft{advice}", "sglang")
 
 
 class TrtllmServer(Server):
@@ -273,12 +274,9 @@ class TrtllmServer(Server):
     ``enable_iter_perf_stats: true``. Sources: trtllm-serve's page and ``SpecDecodingStats``; read, not run. Raises
     CaptureError: ``server-answer``: the server dropped iterations before they were read."""
 
-    def __init__(
-        self, client: HttpClient, model: str | None = None, render: Render | None = None, renders_all: bool = True
-    ) -> None:
-        super().__init__(client, model, render, renders_all)
-        self._total: DraftCounts | None = None
-        self._last: int | None = None
+    _total: DraftCounts | None = None
+    _last: int | None = None
+    _counting = " --set enable_iter_perf_stats=true --set iter_stats_max_iterations=-1"
 
     def counts(self) -> DraftCounts | None:
         iterations = self.client.get("/metrics", _iterations)
@@ -289,19 +287,14 @@ class TrtllmServer(Server):
                     f"{self.client.url}/metrics gives iteration {number} after {self._last}: it kept too few, so that "
                     "drafts are missing, or another program reads it too",
                     kind=Kind.SERVER_ANSWER,
-                    hint=self._command(),
+                    hint=self._command("trtllm"),
                 )
             self._last = number
         self._total = add_counts((self._total, trtllm_counts(iterations)))
         return self._total
 
     def no_counts(self) -> ConfigError:
-        problem = f"the server at {self.client.url} does not say what it drafts: its /metrics has no specDecodingStats"
-        return ConfigError(problem, kind=Kind.NO_SPECULATION, hint=self._command())
-
-    def _command(self) -> str:
-        counting = "--set enable_iter_perf_stats=true --set iter_stats_max_iterations=-1"
-        return f"hiddenstore serve DRAFTER --engine trtllm --target {self.model} {counting}"
+        return self._silent("does not say what it drafts: its /metrics has no specDecodingStats", "trtllm")
 
 
 class LlamacppServer(Server):
@@ -329,11 +322,7 @@ class LlamacppServer(Server):
         return counts
 
     def no_counts(self) -> ConfigError:
-        return ConfigError(
-            f"the server at {self.client.url} counts no drafts: it was started without --metrics or without a drafter",
-            kind=Kind.NO_SPECULATION,
-            hint=f"hiddenstore serve DRAFTER --engine llamacpp --target {self.model}",
-        )
+        return self._silent("counts no drafts: it was started without --metrics or without a drafter", "llamacpp")
 
 
 SERVERS: dict[str, type[Server]] = {
@@ -437,6 +426,13 @@ class TaskResult:
     answers: list[Completion] = field(repr=False)
     counts: DraftCounts | None = None
 
+    @classmethod
+    def of_all(cls, task: str, questions: int, results: "Sequence[TaskResult]") -> Self:
+        """Several results as one."""
+        answers = [answer for result in results for answer in result.answers]
+        counts = add_counts(result.counts for result in results)
+        return cls(task, questions, sum(result.seconds for result in results), answers, counts)
+
     @property
     def tokens(self) -> int:
         """Tokens of all answers."""
@@ -491,7 +487,7 @@ def measure(
         else:
             counts = after - before if after is not None and before is not None else None
         results.append(TaskResult(task, len(conversations), seconds, answers, counts))
-    return [*results, _total(results)]
+    return [*results, TaskResult.of_all(ALL, len(questions), results)]
 
 
 def by_task(questions: Iterable[Question]) -> Iterable[tuple[str, Iterable[Question]]]:
@@ -507,16 +503,6 @@ def _conversation(server: Server, question: Question, sampling: SamplingOptions)
         messages += [{"role": "assistant", "content": answers[-1].text}, {"role": "user", "content": turn}]
         answers.append(server.ask(messages, sampling))
     return answers
-
-
-def _total(results: Sequence[TaskResult]) -> TaskResult:
-    return TaskResult(
-        task=ALL,
-        questions=sum(result.questions for result in results),
-        seconds=sum(result.seconds for result in results),
-        answers=[answer for result in results for answer in result.answers],
-        counts=add_counts(result.counts for result in results),
-    )
 
 
 def add_counts(counts: Iterable[DraftCounts | None]) -> DraftCounts | None:

@@ -58,9 +58,7 @@ class NgramTables:
     training_tokens: int
 
     @classmethod
-    def fit(
-        cls, texts: Iterable[tuple[np.ndarray, np.ndarray]], max_tokens: int = MAX_TRAINING_TOKENS
-    ) -> "NgramTables":
+    def fit(cls, texts: Iterable[Text], max_tokens: int = MAX_TRAINING_TOKENS) -> "NgramTables":
         """Count (input_ids [T], loss_mask [T]) pairs: continuations are supervised tokens, contexts any tokens. Reading
         stops after ``max_tokens`` tokens, which bounds memory; ``training_tokens`` says how many were read."""
         keys: list[list[np.ndarray]] = [[] for _ in range(ORDERS + 1)]
@@ -96,12 +94,9 @@ class NgramTables:
 
 
 def ngram_floor(
-    training: Iterable[tuple[np.ndarray, np.ndarray]],
-    texts: Sequence[tuple[np.ndarray, np.ndarray]],
-    draft_len: int,
-    max_tokens: int = MAX_TRAINING_TOKENS,
+    training: Iterable[Text], texts: Sequence[Text], draft_len: int, max_tokens: int = MAX_TRAINING_TOKENS
 ) -> NgramFloor:
-    """Fit on ``training`` and walk ``texts``, both as (input_ids [T], loss_mask [T]) pairs, with chains of K."""
+    """Fit on ``training`` and walk ``texts`` with chains of K."""
     return _walked([(NgramTables.fit(training, max_tokens), texts)], draft_len)
 
 

@@ -310,7 +310,7 @@ def decode(
     ``rule``; CaptureError: nothing was drafted, or the target ran more often than drafts and prefills account for."""
     drafter.require_length(max(shape.length for shape in shapes))
     result = DecodeResult([ShapeResult(AcceptanceTally(shape.length, shape.width)) for shape in shapes])
-    generators = [_generator(target, drafter, shape, limits.max_new_tokens) for shape in shapes]
+    generators = [_generator(target, drafter, shape, limits.max_new_tokens, rule is None) for shape in shapes]
     room = limits.max_new_tokens + max(shape.length for shape in shapes)
     for index, prompt in enumerate(prompts):
         result.tried += 1
@@ -362,19 +362,15 @@ def recorded_packs(target: LiveTarget, prompts: Sequence[list[int]], decoded: Sh
 
 
 def _generator(
-    target: LiveTarget, drafter: DrafterInUse, shape: DraftShape, max_new_tokens: int
+    target: LiveTarget, drafter: DrafterInUse, shape: DraftShape, limit: int, is_greedy: bool
 ) -> Callable[[list[int], AcceptanceTally, Rule | None], Generation]:
-    if shape.width > 1:
-        tree = drafter.tree(shape.width)
-
-        def generate(prompt: list[int], tally: AcceptanceTally, rule: Rule | None) -> Generation:
-            if rule is not None:
-                raise ConfigError("trees are drafted at temperature 0 only", kind=Kind.NO_TREE, hint="--draft-len 3")
-            return speculative_tree(target, tree, prompt, max_new_tokens, tally)
-
-        return generate
-    live = drafter.live()
-    return lambda prompt, tally, rule: speculative(target, live, prompt, max_new_tokens, tally, rule)
+    if shape.width == 1:
+        live = drafter.live()
+        return lambda prompt, tally, rule: speculative(target, live, prompt, limit, tally, rule)
+    tree = drafter.tree(shape.width)
+    if not is_greedy:
+        raise ConfigError("trees are drafted at temperature 0 only", kind=Kind.NO_TREE, hint="--draft-len 3")
+    return lambda prompt, tally, rule: speculative_tree(target, tree, prompt, limit, tally)
 
 
 def _check(result: DecodeResult) -> None:

@@ -35,7 +35,7 @@ from trainer.config import DrafterConfig
 from trainer.drafters import DRAFTERS, check_store, drafter_kind
 from trainer.export.support import drafter_export, recognised, require_named_target
 from trainer.formats import gguf
-from trainer.formats.base import DrafterExport, Target, Tensors
+from trainer.formats.base import ABOUT_FILE, DrafterExport, Target, Tensors
 from trainer.losses.teacher import TargetInterface
 from trainer.settings import config_class, derived
 from trainer.train import checkpoint
@@ -169,7 +169,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _export_convention(folder: Path) -> LayerConvention | None:
     """That of the engine a folder of ours was exported for; what cannot be read is not guessed."""
-    about = folder / "hiddenstore.json"
+    about = folder / ABOUT_FILE
     try:
         named = foreign_json(about.read_bytes()).get("layer_convention")
     except FileNotFoundError:
@@ -301,14 +301,7 @@ def import_drafter(
     config = config_class(name).model_validate(values)
     covered = coverage(found.vocab, count_store(store, head.vocab_size))
     train_ids = [entry.id for _, entry in store.entries if entry.split == "train"]
-    spec = checkpoint.DrafterSpec(
-        config=found.config.model_dump(mode="json"),
-        target=target,
-        head=store.manifest.head,
-        store=store.fs.address,
-        seed=config.train.seed,
-        step=0,
-    )
+    spec = checkpoint.DrafterSpec.of(found.config, store, config.train.seed, 0)
     cursor = Cursor(config.data.seed, 0, 0, Order(train_ids).digest)
     state = checkpoint.CheckpointState(step=0, cursor=cursor.to_json(), total_steps=0, files={})
     torch.manual_seed(config.train.seed)

@@ -14,14 +14,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hiddenstore.errors import ConfigError, FormatError, Kind
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.files.documents import foreign_json
 from hiddenstore.registry import Registry, unknown
 from hiddenstore.targets.checkpoint import checkpoint_sha256, read_object
 from hiddenstore.targets.folder import TOKENIZER_FILES, TargetFolder, code_sha256
 from hiddenstore.targets.identity import config_sha256, tokenizer_rules_sha256
 from schemas.capture import TargetIdentity
-from trainer.drafters import DRAFTERS, drafter_kind
+from trainer.drafters import DRAFTERS, drafter_kind, refuse_target
 from trainer.formats.base import (
     Checkpoint,
     DrafterExport,
@@ -159,9 +159,7 @@ def config_differences(
     if expected.get("config_sha256") in (None, *known):
         return []
     text = config.get("text_config") or config
-    sizes = {"model_type": "model_type", "hidden_size": "hidden_size", "vocab_size": "vocab_size"} | {
-        "num_layers": "num_hidden_layers"
-    }
+    sizes = {name: name for name in ("model_type", "hidden_size", "vocab_size")} | {"num_layers": "num_hidden_layers"}
     lines = [
         f"{ours}: {expected[ours]} expected, {text.get(theirs)} found"
         for ours, theirs in sizes.items()
@@ -204,9 +202,7 @@ def require_named_target(folder: Path, identity: TargetIdentity, *, weights: boo
         raise ConfigError(f"{file} holds no JSON object", kind=Kind.TARGET_UNREADABLE)
     unknown = {} if weights else {"checkpoint_sha256": None}
     differences = target_differences(identity.model_dump(mode="json") | unknown, folder, config)
-    if differences:
-        problem = f"--target {folder} is not the target the drafter was trained for ({identity.name})"
-        raise FormatError(f"{problem}:\n" + "\n".join(differences), kind=Kind.TARGET_MISMATCH)
+    refuse_target(differences, f"--target {folder} is not the target the drafter was trained for ({identity.name})")
 
 
 def target_differences(expected: Mapping[str, Any], folder: Path, config: Mapping[str, Any]) -> list[str]:

@@ -15,38 +15,27 @@ from typing import Any, cast
 import torch
 import yaml
 from safetensors.torch import save
-from torch import Tensor
 
-from hiddenstore.errors import (
-    ConfigError,
-    CorruptionError,
-    FormatError,
-    HiddenstoreError,
-    Kind,
-    NotFoundError,
-    StorageError,
-)
+from hiddenstore.errors import ConfigError, CorruptionError, HiddenstoreError, Kind, NotFoundError, StorageError
 from hiddenstore.fs.publish import new_folder, place_file, refuse_existing_file, refuse_existing_folder, room_beside
 from hiddenstore.fs.seam import storage_error, storage_errors
 from hiddenstore.store import Store
+from hiddenstore.targets.checkpoint import WEIGHTS_FILE
+from hiddenstore.targets.folder import CONFIG_FILE
 from hiddenstore.targets.identity import has_adapter, target_argument
 from trainer.attention.rope import RopeScaling
-from trainer.drafters import drafter_kind
+from trainer.drafters import drafter_kind, refuse_target
 from trainer.drafters.base import Drafter
 from trainer.evaluate.cost import kept
 from trainer.export.published import read_published
 from trainer.export.support import ENGINES, checkpoint_word, drafter_export, require_named_target, required
 from trainer.formats import gguf
-from trainer.formats.base import LAYER_IDS, Checkpoint, Engine, Files, Reads, shares_embeddings, weights
+from trainer.formats.base import ABOUT_FILE, LAYER_IDS, Checkpoint, Engine, Files, Reads, shares_embeddings, weights
 from trainer.losses.teacher import TargetInterface
 from trainer.settings import target_config
 from trainer.train.run_folder import CONFIG, LoadedDrafter, RunInfo, describe, load_weights
 from trainer.vocab import DraftVocab
 
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
-ABOUT_FILE = "hiddenstore.json"
-ABOUT_SCHEMA = "hiddenstore.export/1"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 CHAIN, LONGEST_CHAIN = 3, 256
 """Tokens a chain drafts where nobody measured what pays: as `eval` and `decode` judge it; and far beyond any use."""
@@ -162,10 +151,8 @@ def _write_gguf(file: Path, checkpoint: Checkpoint, reads: Reads, made: Files, a
             kind=Kind.OPTION_INVALID,
             hint="--target TARGET.gguf; llama.cpp makes it: python convert_hf_to_gguf.py TARGET --outfile TARGET.gguf",
         )
-    differences = gguf.target_differences(target, about["target"])
-    if differences:
-        problem = f"--target {target} is not the target the drafter was trained for ({checkpoint.identity.name})"
-        raise FormatError(f"{problem}:\n" + "\n".join(differences), kind=Kind.TARGET_MISMATCH)
+    problem = f"--target {target} is not the target the drafter was trained for ({checkpoint.identity.name})"
+    refuse_target(gguf.target_differences(target, about["target"]), problem)
     tensors = gguf.write(file, reads.architecture, made.config, made.tensors, target=target, about=about)
     fields = gguf.fields_of(reads.architecture, made.config)
     return Files({"target_layer_ids": fields.get(f"{reads.architecture}.target_layers")}, tensors)
@@ -185,7 +172,7 @@ def about_export(checkpoint: Checkpoint, engine: Engine, version: str) -> dict[s
     ids_follow_engine = drafter_export(checkpoint.config.name).ids_follow_engine
     ids = {"layer_convention": engine.convention} if ids_follow_engine else {}
     return {
-        "schema": ABOUT_SCHEMA,
+        "schema": "hiddenstore.export/1",
         "drafter": checkpoint_word(checkpoint),
         "engine": engine.name,
         "engine_version": version,
@@ -242,7 +229,9 @@ def prove_equal(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> Non
         raise CorruptionError(
             f"{folder} is no drafter: {error}", kind=Kind.EXPORT_UNREADABLE, path=str(folder)
         ) from error
-    expected, found = _probe(_rounded(checkpoint, dtype), checkpoint), _probe(reloaded, checkpoint)
+    probe = drafter_export(checkpoint.config.name).probe
+    with torch.no_grad():
+        expected, found = (probe(model, checkpoint) for model in (_rounded(checkpoint, dtype), reloaded))
     same_tokens = torch.equal(vocab.target_ids, checkpoint.vocab.target_ids.cpu())
     same_layers = list(reloaded.config.aux_layers) == sorted(checkpoint.config.aux_layers)
     if not torch.equal(expected, found) or not same_tokens or not same_layers:
@@ -261,12 +250,6 @@ def read_back(folder: Path, checkpoint: Checkpoint) -> tuple[Drafter, DraftVocab
     model = kind.build(found.config, TargetInterface(checkpoint.head, found.vocab), 0)
     load_weights(model, found.weights, str(folder))
     return cast(Drafter, model.eval()), found.vocab
-
-
-@torch.no_grad()
-def _probe(model: Drafter, checkpoint: Checkpoint) -> Tensor:
-    """Logits [rows, U] over fixed random states."""
-    return drafter_export(checkpoint.config.name).probe(model, checkpoint)
 
 
 def _rounded(checkpoint: Checkpoint, dtype: torch.dtype) -> Drafter:

@@ -123,6 +123,11 @@ class Reads:
         """This row, after the one that refuses whatever version comes before it."""
         return Refused(reason, nearest, before=self.since), self
 
+    def first_known(self, engine: str, instead: str = "", what: str = "this format") -> "tuple[Row, ...]":
+        """The same of a version that is the first known to read it, not the first that does."""
+        nearest = f"--engine-version {self.since}" + (f", or {instead}" if instead else "")
+        return self.preceded_by(f"the first {engine} known to read {what} is {self.since}", nearest)
+
 
 @dataclass(frozen=True)
 class Refused:
@@ -220,6 +225,8 @@ def is_within(version: str, since: str | None, before: str | None) -> bool:
     return (since is None or release >= Version(since)) and (before is None or release < Version(before))
 
 
+ABOUT_FILE = "hiddenstore.json"
+"""What an export says of itself, beside its config and weights."""
 PROBE_TOKENS = 16
 PROBE_STEPS = 3
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"

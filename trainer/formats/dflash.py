@@ -213,24 +213,16 @@ DFLASH = DrafterExport(
     titles={"dflash": "a DFlash drafter", "jetspec": "a JetSpec drafter, a causal DFlash"},
     word=_word,
     rows={
-        ("vllm", "dflash"): _VLLM.preceded_by(
-            "the first vLLM known to read this format is 0.32", "--engine-version 0.32, or an EAGLE-3 drafter"
-        ),
-        ("sglang", "dflash"): _SGLANG.preceded_by(
-            "the first SGLang known to read this format is 0.5.23", "--engine-version 0.5.23"
-        ),
+        ("vllm", "dflash"): _VLLM.first_known("vLLM", "an EAGLE-3 drafter"),
+        ("sglang", "dflash"): _SGLANG.first_known("SGLang"),
         ("trtllm", "dflash"): _TRTLLM.preceded_by(
             "DFlash came with 1.3", "--engine-version 1.3, --engine vllm or --engine sglang"
         ),
         ("llamacpp", "dflash"): (_LLAMACPP,),
         ("speculators", "dflash"): (_SPECULATORS,),
-        ("vllm", "jetspec"): _VLLM.preceded_by(
-            "the first vLLM known to read dflash_config.causal is 0.32", "--engine-version 0.32"
-        ),
+        ("vllm", "jetspec"): _VLLM.first_known("vLLM", what="dflash_config.causal"),
         ("llamacpp", "jetspec"): (_LLAMACPP,),
-        ("sglang", "jetspec"): (_NO_CAUSAL,),
-        ("trtllm", "jetspec"): (_NO_CAUSAL,),
-        ("speculators", "jetspec"): (_NO_CAUSAL,),
+        **{(engine, "jetspec"): (_NO_CAUSAL,) for engine in ("sglang", "trtllm", "speculators")},
     },
     architectures=".*dflash.*",
     signs=lambda config, tensors: bool(config.get("dflash_config")),

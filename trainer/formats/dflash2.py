@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainer.formats import base
-from trainer.formats.base import Checkpoint, DrafterExport, Engine, Files, Lack, Quirks, Reads, Refused, Target, Tensors
+from trainer.formats.base import Checkpoint, Engine, Files, Lack, Quirks, Reads, Refused, Target, Tensors
 from trainer.formats.dflash import (
     CAUSAL_BLOCK,
     DFLASH,
@@ -90,17 +90,14 @@ _SPECULATORS = Reads(
     quirks=Quirks(wrap=_wrapped),
 )
 
-DFLASH2 = DrafterExport(
+DFLASH2 = replace(
+    DFLASH,
     drafter="dflash2",
     titles={"dflash2": "a DFlash2 drafter"},
     word=lambda flags: "dflash2",
     rows={
-        ("vllm", "dflash2"): _VLLM.preceded_by(
-            "the first vLLM known to read this format is 0.32", "--engine-version 0.32, or a DFlash drafter"
-        ),
-        ("sglang", "dflash2"): _SGLANG.preceded_by(
-            "the first SGLang known to read this format is 0.5.23", "--engine-version 0.5.23"
-        ),
+        ("vllm", "dflash2"): _VLLM.first_known("vLLM", "a DFlash drafter"),
+        ("sglang", "dflash2"): _SGLANG.first_known("SGLang"),
         ("trtllm", "dflash2"): (
             Refused("its DFlash has no convolution and no selector", "--engine vllm, or a DFlash drafter"),
         ),
@@ -109,12 +106,7 @@ DFLASH2 = DrafterExport(
     },
     architectures=".*dflash2.*",
     signs=lambda config, tensors: bool(_value(config, "selector_rank")),
-    longest=DFLASH.longest,
-    ids_follow_engine=False,
-    has_positions=True,
     files=_files,
-    our_name=lambda name: name,
     read=_read,
-    probe=DFLASH.probe,
     variant_of="dflash",
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainer.formats import base
-from trainer.formats.base import Checkpoint, DrafterExport, Engine, Files, Lack, Quirks, Reads, Refused, Target, Tensors
+from trainer.formats.base import Checkpoint, Engine, Files, Lack, Quirks, Reads, Refused, Target, Tensors
 from trainer.formats.dflash import DFLASH, OWN_HEAD_OF_ALL_TOKENS, block_size
 
 _WINDOW = Lack(
@@ -104,17 +104,14 @@ _SPECULATORS = Reads(
     quirks=Quirks(wrap=_wrapped),
 )
 
-DSPARK = DrafterExport(
+DSPARK = replace(
+    DFLASH,
     drafter="dspark",
     titles={"dspark": "a DSpark drafter"},
     word=lambda flags: "dspark",
     rows={
-        ("vllm", "dspark"): _VLLM.preceded_by(
-            "the first vLLM known to read this format is 0.32", "--engine-version 0.32, or a DFlash drafter"
-        ),
-        ("sglang", "dspark"): _SGLANG.preceded_by(
-            "the first SGLang known to read this format is 0.5.23", "--engine-version 0.5.23"
-        ),
+        ("vllm", "dspark"): _VLLM.first_known("vLLM", "a DFlash drafter"),
+        ("sglang", "dspark"): _SGLANG.first_known("SGLang"),
         ("trtllm", "dspark"): (Refused("it has no DSpark", "--engine vllm, or a DFlash drafter"),),
         ("llamacpp", "dspark"): (_LLAMACPP,),
         ("speculators", "dspark"): (_SPECULATORS,),
@@ -122,11 +119,8 @@ DSPARK = DrafterExport(
     architectures=".*dspark.*",
     signs=lambda config, tensors: "markov_head.markov_w1.weight" in tensors or bool(config.get("markov_rank")),
     longest=block_size,
-    ids_follow_engine=False,
-    has_positions=True,
     files=_files,
     our_name=lambda name: name.removeprefix("logit_head."),
     read=_read,
-    probe=DFLASH.probe,
     variant_of="dflash",
 )

@@ -362,7 +362,8 @@ def write(
     writer = GGUFWriter(path, architecture)
     writer.add_type("model")
     reader = open_gguf(target)
-    _add_tokenizer(writer, reader)
+    for name in (name for name in reader.fields if name.startswith("tokenizer.") and name != MASK):
+        _copy(writer, reader, name)
     for name, value in fields_of(architecture, config).items():
         _add(writer, name, value)
     if FORMS[architecture].is_part:
@@ -385,12 +386,6 @@ def _add(writer: Any, name: str, value: Any) -> None:
     kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     kinds[list] = writer.add_array
     kinds[type(value)](name, value)
-
-
-def _add_tokenizer(writer: Any, target: "GGUFReader") -> None:
-    for name in target.fields:
-        if name.startswith("tokenizer.") and name != MASK:
-            _copy(writer, target, name)
 
 
 def _copy(writer: Any, target: "GGUFReader", name: str) -> None:

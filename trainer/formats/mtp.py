@@ -213,9 +213,7 @@ MTP = DrafterExport(
     titles={"mtp-tuned": "the target's own MTP layer, trained on"},
     word=lambda flags: "mtp-tuned",
     rows={
-        ("vllm", "mtp-tuned"): _VLLM.preceded_by(
-            "the first vLLM known to read this format is 0.32", "--engine-version 0.32"
-        ),
+        ("vllm", "mtp-tuned"): _VLLM.first_known("vLLM"),
         ("llamacpp", "mtp-tuned"): (_LLAMACPP,),
         ("sglang", "mtp-tuned"): (
             Refused(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainer.formats import base
-from trainer.formats.base import Checkpoint, DrafterExport, Engine, Files, Lack, Quirks, Reads, Target, Tensors
+from trainer.formats.base import Checkpoint, Engine, Files, Lack, Quirks, Reads, Target, Tensors
 from trainer.formats.eagle3 import EAGLE3, wrapped
 
 if TYPE_CHECKING:
@@ -80,23 +80,18 @@ _SPECULATORS = Reads(
     quirks=Quirks(first_layer="layers.0", embeddings=True, wrap=_wrapped),
 )
 
-PEAGLE = DrafterExport(
+PEAGLE = replace(
+    EAGLE3,
     drafter="peagle",
     titles={"peagle": "a P-EAGLE drafter"},
     word=lambda flags: "peagle",
     rows={
-        ("vllm", "peagle"): _VLLM.preceded_by(
-            "the first vLLM known to read this format is 0.32", "--engine-version 0.32, or an EAGLE-3 drafter"
-        ),
+        ("vllm", "peagle"): _VLLM.first_known("vLLM", "an EAGLE-3 drafter"),
         ("speculators", "peagle"): (_SPECULATORS,),
     },
     architectures=".*p-?eagle.*",
     signs=_signs,
-    longest=lambda config: None,
-    ids_follow_engine=True,
-    has_positions=True,
     files=_files,
-    our_name=EAGLE3.our_name,
     read=_read,
     probe=_probe,
     variant_of="eagle3",

@@ -57,14 +57,6 @@ def _soft_ce(compared: Compared) -> Slopes:
     return Slopes(compared.cross, by_cross=1.0)
 
 
-def _kl(compared: Compared) -> Slopes:
-    return Slopes(compared.cross - compared.entropy, by_cross=1.0)
-
-
-def _tv(compared: Compared) -> Slopes:
-    return Slopes(1 - compared.overlap, by_overlap=-1.0)
-
-
 def _lk_alpha(compared: Compared) -> Slopes:
     overlap = compared.overlap.clamp(min=torch.finfo(compared.overlap.dtype).tiny)
     return Slopes(-overlap.log(), by_overlap=-1 / overlap)
@@ -83,10 +75,10 @@ LOSSES: Registry[LossKind] = Registry(
     "hiddenstore.losses",
     {
         "soft_ce": LossKind(_soft_ce),
-        "kl": LossKind(_kl, entropy=True),
+        "kl": LossKind(lambda slot: Slopes(slot.cross - slot.entropy, by_cross=1.0), entropy=True),
         "target_ce": LossKind(_soft_ce, teacher="target"),
         "text_ce": LossKind(_soft_ce, teacher="text"),
-        "tv": LossKind(_tv, overlap=True),
+        "tv": LossKind(lambda slot: Slopes(1 - slot.overlap, by_overlap=-1.0), overlap=True),
         "lk_alpha": LossKind(_lk_alpha, overlap=True),
         "lk_lambda": LossKind(_lk_lambda, entropy=True, overlap=True),
     },

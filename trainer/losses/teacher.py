@@ -107,27 +107,35 @@ def final_index(
     return index
 
 
-class Teacher:
-    """Frozen: head bundle, draft vocabulary and the norm state of the stored final hidden. ``bf16``: the target's token
-    is looked for in bf16 and found in fp32."""
+@dataclass(frozen=True, eq=False)
+class TargetInterface:
+    """What a drafter is trained and used beside: head bundle, draft vocabulary, norm state of the final hidden, and
+    whether its device multiplies bf16 faster."""
 
-    def __init__(
-        self,
-        head: HeadBundle,
-        vocab: DraftVocab,
-        norm_state: NormState = "pre_norm",
-        drop_off_vocab: bool = True,
-        *,
-        bf16: bool = False,
-    ) -> None:
+    head: HeadBundle
+    vocab: DraftVocab
+    final_norm: NormState = "pre_norm"
+    bf16: bool = False
+
+    def normed(self, final: Tensor) -> Tensor:
+        """Final hidden after the final norm [n, D], in fp32 or the bundle's own dtype."""
+        return self.head.norm(final) if self.final_norm == "pre_norm" else final
+
+
+class Teacher:
+    """Frozen: head bundle, draft vocabulary and the norm state of the stored final hidden. Where the device multiplies
+    bf16 faster, the target's token is looked for in bf16 and found in fp32."""
+
+    def __init__(self, target: TargetInterface, *, drop_off_vocab: bool = True) -> None:
+        head, vocab = target.head, target.vocab
         self.head = head
         whole = head.output_weight
-        self._narrows = bf16 and whole.dtype is torch.bfloat16 and head.lm_head_bias is None
+        self._narrows = target.bf16 and whole.dtype is torch.bfloat16 and head.lm_head_bias is None
         self._longest_row = torch.zeros(())
         if self._narrows:
             self._longest_row = torch.linalg.vector_norm(whole, dim=1, dtype=torch.float32).max()
         self.vocab = vocab.to(head.embed_tokens.device)
-        self.norm_state = norm_state
+        self.norm_state = target.final_norm
         self.drop_off_vocab = drop_off_vocab
         weight = head.output_weight if vocab.is_full else head.output_weight[self.vocab.target_ids]
         # A GPU multiplies by the bf16 that it is (`linear_in_fp32`).
@@ -138,11 +146,6 @@ class Teacher:
             bias = bias[self.vocab.target_ids]
         self._draft = _tied_bundle(head, weight, bias)
         self._draft_ids = self.vocab.draft_ids()
-
-    @classmethod
-    def of(cls, target: "TargetInterface", *, drop_off_vocab: bool = True) -> Self:
-        """The teacher that a target is."""
-        return cls(target.head, target.vocab, target.final_norm, drop_off_vocab, bf16=target.bf16)
 
     def read(self, batch: PackedBatch, rows: Tensor, *, token: bool = True, mass: bool = False) -> TeacherRows:
         """Teacher of the pack's rows int64 [R]. ``token`` False spares the pass over the vocabulary where nothing can
@@ -296,18 +299,3 @@ def _tied_bundle(head: HeadBundle, weight: Tensor, bias: Tensor | None) -> HeadB
     """The same head over fewer tokens, as views: the bundle's own arithmetic for logit scale and soft cap."""
     spec = head.spec.model_copy(update={"tied": True})
     return replace(head, spec=spec, embed_tokens=weight, lm_head=None, lm_head_bias=bias)
-
-
-@dataclass(frozen=True, eq=False)
-class TargetInterface:
-    """What a drafter is trained and used beside: head bundle, draft vocabulary, norm state of the final hidden, and
-    whether its device multiplies bf16 faster."""
-
-    head: HeadBundle
-    vocab: DraftVocab
-    final_norm: NormState = "pre_norm"
-    bf16: bool = False
-
-    def normed(self, final: Tensor) -> Tensor:
-        """Final hidden after the final norm [n, D], in fp32 or the bundle's own dtype."""
-        return self.head.norm(final) if self.final_norm == "pre_norm" else final

@@ -1,1 +1,1 @@
-"""Several processes or less memory: ranks, shards, split sequences, recomputation, compilation."""
+"""Several processes: ranks, shards, split sequences."""

@@ -9,7 +9,7 @@ local. The gradient of what was gathered is reduce-scattered: loss and gradients
 Shapes: T tokens of the pack, S of this rank's shard, R final rows, G key heads, E head width.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,16 +48,11 @@ class ShardMap:
 class PackShard(PackedBatch):
     """A rank's shard of a pack. ``document`` tells pieces apart as well as samples; ``tokens`` leaves the halo out."""
 
-    shard_map: ShardMap | None = None
+    shard_map: ShardMap = field(kw_only=True)
 
     @property
     def tokens(self) -> int:
-        return int(self._map.local.shape[0])
-
-    @property
-    def _map(self) -> ShardMap:
-        assert self.shard_map is not None
-        return self.shard_map
+        return int(self.shard_map.local.shape[0])
 
 
 def context_group(size: int, group: ProcessGroup) -> ContextGroup | None:
@@ -83,14 +78,12 @@ def shard_of(batch: PackedBatch, context: ContextGroup, halo: int) -> PackShard:
     """This rank's shard of a pack that all ranks of the context have; ``halo`` tokens follow each piece."""
     tokens, device = batch.input_ids.shape[0], batch.input_ids.device
     cuts = [tokens * piece // (2 * context.size) for piece in range(2 * context.size + 1)]
-    owners = [_pieces_of(rank, context.size) for rank in range(context.size)]
+    owners = [(rank, 2 * context.size - 1 - rank) for rank in range(context.size)]
     spans = [(cuts[piece], cuts[piece + 1]) for piece in owners[context.index]]
     reach = [(begin, min(end + halo, tokens) if end > begin else begin) for begin, end in spans]
     rows = torch.cat([torch.arange(begin, end, device=device) for begin, end in reach])
     piece = torch.cat([torch.full((end - begin,), i, device=device) for i, (begin, end) in enumerate(reach)])
-    local = torch.cat([(rows >= begin) & (rows < end) & (piece == i) for i, (begin, end) in enumerate(spans)]).view(
-        2, -1
-    )
+    local = torch.stack([(rows >= begin) & (rows < end) & (piece == i) for i, (begin, end) in enumerate(spans)])
     longest = max(sum(cuts[p + 1] - cuts[p] for p in local_rows) for local_rows in owners)
     source = torch.empty(tokens, dtype=torch.int64, device=device)
     for rank, local_rows in enumerate(owners):
@@ -102,10 +95,6 @@ def shard_of(batch: PackedBatch, context: ContextGroup, halo: int) -> PackShard:
         context, rows, torch.nonzero(local.any(0))[:, 0], source, longest, document_starts(batch.document)
     )
     return _cut(batch, reach, piece, shard_map)
-
-
-def _pieces_of(rank: int, size: int) -> tuple[int, int]:
-    return rank, 2 * size - 1 - rank
 
 
 def _cut(batch: PackedBatch, reach: list[tuple[int, int]], piece: Tensor, shard_map: ShardMap) -> PackShard:
@@ -135,7 +124,7 @@ def _cut(batch: PackedBatch, reach: list[tuple[int, int]], piece: Tensor, shard_
 
 def local_slots(batch: PackedBatch) -> Tensor | None:
     """Which tokens of a shard are not halo, bool [S]; None for a pack that is not sharded."""
-    if not isinstance(batch, PackShard) or batch.shard_map is None:
+    if not isinstance(batch, PackShard):
         return None
     local = torch.zeros_like(batch.loss_mask)
     local[batch.shard_map.local] = True
@@ -147,7 +136,7 @@ def gather_prefix(
 ) -> tuple[Tensor, Tensor, tuple[SlotRange, ...]]:
     """Keys and values of step 0 over the pack [T, G, E], and the ranges in its rows. k0, v0 [S, G, E] of a shard;
     everything comes back as it is for a pack that is not sharded. Called by every rank of the context equally often."""
-    if not isinstance(batch, PackShard) or batch.shard_map is None:
+    if not isinstance(batch, PackShard):
         return k0, v0, ranges
     gathered: Tensor = _Gather.apply(torch.cat([k0, v0], -1), batch.shard_map)
     rows, starts = batch.shard_map.rows.tolist(), batch.shard_map.starts.tolist()

@@ -16,14 +16,13 @@ from hiddenstore.fs.publish import replace_file
 from hiddenstore.share.remote import SUMS
 from hiddenstore.targets import LAYER_RULES
 from hiddenstore.targets.checkpoint import WEIGHTS_FILE
+from hiddenstore.targets.folder import CONFIG_FILE
 from schemas.layers import LayerConvention, to_convention
 from trainer.export.support import ENGINES, recognised, row, target_differences, words
 from trainer.formats import gguf
-from trainer.formats.base import LAYER_IDS, Reads
+from trainer.formats.base import ABOUT_FILE, LAYER_IDS, Reads
 from trainer.serve.plan import ServingEngine
 
-ABOUT_FILE = "hiddenstore.json"
-CONFIG_FILE = "config.json"
 EXPORT_AGAIN = "hiddenstore export RUN --engine vllm|sglang|trtllm|llamacpp -o DIR"
 
 

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,18 +33,8 @@ DRAFT_LEN = 3
 
 TARGET, DRAFTER, CONFIG, HUB_CACHE = "/models/target", "/models/drafter", "/config", "/models/hub"
 FOLDERS = "/models/folders"
-_DOCKER = (
-    "docker",
-    "run",
-    "--rm",
-    "--gpus",
-    "all",
-    "--ipc=host",
-    "--ulimit",
-    "memlock=-1",
-    "--ulimit",
-    "stack=67108864",
-)
+_DOCKER = ("docker", "run", "--rm", "--gpus", "all", "--ipc=host")
+_ULIMITS = ("--ulimit", "memlock=-1", "--ulimit", "stack=67108864")
 
 
 @dataclass(frozen=True)
@@ -73,7 +63,7 @@ def resolve(engine: ServingEngine, options: ServeOptions) -> Resolved:
     if options.version is None and exported_for and parse_version(exported_for) != parse_version(version):
         version = exported_for
     parse_version(version)
-    engine.check(method, version)
+    engine.reads(method, version)
     warnings = []
     if drafter and needs_model(method):
         check_engine(drafter, engine, version)
@@ -139,7 +129,7 @@ def _containerised(engine: ServingEngine, request: ServeRequest) -> ServePlan:
     for path, text in planned.files.items():
         files[on_host or path] = text
         mounts.append((_absolute(on_host or path), path))
-    command = [*_DOCKER, "-p", f"{planned.port}:{planned.port}"]
+    command = [*_DOCKER, *_ULIMITS, "-p", f"{planned.port}:{planned.port}"]
     command += ["-v", f"{Path.home() / '.cache' / 'huggingface'}:{HUB_CACHE}"]
     command += ["-e", f"HF_HOME={HUB_CACHE}", "-e", "HF_TOKEN"]
     for host, path in mounts:
@@ -232,7 +222,7 @@ def script(request: ServeRequest, plan: ServePlan) -> str:
         parts.append("\n".join([f"cat > {shlex.quote(name)} <<'END_OF_FILE'", text.rstrip("\n"), "END_OF_FILE"]))
     parts.append("\n".join(shell_lines(plan.command, plan.variables, plan.image)))
     if _serves(request):
-        lines = ["once it is up, from another terminal:", *_smoke_lines(plan)]
+        lines = ["once it is up, from another terminal:", *shell_lines(smoke_test(plan))]
         parts.append("\n".join(f"# {line}" for line in lines))
     return "\n\n".join(parts)
 
@@ -255,7 +245,7 @@ def show(request: ServeRequest, plan: ServePlan, engine_title: str) -> None:
     _code("\n".join(shell_lines(plan.command, plan.variables, plan.image)), "bash")
     if _serves(request):
         _title("once it is up, from another terminal")
-        _code("\n".join(_smoke_lines(plan)), "bash")
+        _code("\n".join(shell_lines(smoke_test(plan))), "bash")
 
 
 def write_files(files: Mapping[str, str]) -> None:
@@ -298,19 +288,11 @@ def become(plan: ServePlan) -> NoReturn:
 def smoke_test(plan: ServePlan) -> list[str]:
     """A curl command that asks the running server for a few tokens, as arguments."""
     body = {"model": plan.served_as, "prompt": "The capital of France is", "max_tokens": 32, "temperature": 0}
-    return [
-        "curl",
-        f"http://localhost:{plan.port}/v1/completions",
-        "-H",
-        "Content-Type: application/json",
-        "-d",
-        json.dumps(body, ensure_ascii=False),
-    ]
+    url, data = f"http://localhost:{plan.port}/v1/completions", json.dumps(body, ensure_ascii=False)
+    return ["curl", url, "-H", "Content-Type: application/json", "-d", data]
 
 
-def shell_lines(
-    command: tuple[str, ...] | list[str], env: Mapping[str, str] | None = None, image: str = ""
-) -> list[str]:
+def shell_lines(command: Sequence[str], env: Mapping[str, str] | None = None, image: str = "") -> list[str]:
     """A command as a person would write it in a shell: each option with its values on a line, and the ``image``."""
     lines: list[list[str]] = [[f"{name}={shlex.quote(value)}" for name, value in (env or {}).items()]]
     for i, part in enumerate(command):
@@ -324,10 +306,6 @@ def shell_lines(
 
 def _serves(request: ServeRequest) -> bool:
     return request.form in ("command", "container") and request.method != "user-provided"
-
-
-def _smoke_lines(plan: ServePlan) -> list[str]:
-    return shell_lines(smoke_test(plan))
 
 
 def _title(text: str) -> None:

@@ -36,13 +36,13 @@ class Speculation(Section):
     ngram_simple_min_hits: PositiveInt | None = None
 
 
-def speculative_flags(method: str, model: str | None = None, draft_len: int = 3, version: str = VERSION) -> list[str]:
-    """The flags for a method by our word; none for ``none``. Raises ConfigError: ``serve-unsupported``,
-    ``serve-setting``."""
-    kind = LLAMACPP.method(method, version, model)
-    if method == "none":
+def speculative_flags(request: ServeRequest) -> list[str]:
+    """The flags of a request; none for ``none``. Raises ConfigError: ``serve-unsupported``, ``serve-setting``."""
+    model, draft_len = request.drafter, request.draft_len
+    kind = LLAMACPP.method(request.method, request.version, model)
+    if request.method == "none":
         return []
-    if method == "ngram":
+    if request.method == "ngram":
         sizes = ["--spec-ngram-simple-size-n", str(NGRAM), "--spec-ngram-simple-size-m", str(draft_len)]
         return ["--spec-type", kind, *sizes]
     drafter = [] if model is None else ["-md", str(drafter_file(Path(model)) or model)]
@@ -56,7 +56,7 @@ def plan(request: ServeRequest) -> ServePlan:
     settings = checked_settings(
         Speculation, tuple(name.replace("-", "_") + equals + text for name, equals, text in names)
     )
-    flags = speculative_flags(request.method, request.drafter, request.draft_len, request.version)
+    flags = speculative_flags(request)
     for name, value in settings.items():
         flags += [f"--spec-{name.replace('_', '-')}", str(value)]
     return ServePlan(

@@ -98,34 +98,28 @@ class ServingEngine:
     def method(self, method: str, version: str, model: str | None) -> str:
         """What ``version`` of the engine calls a method that drafts with ``model``; empty for ``none``. Raises
         ConfigError: ``serve-unsupported``: it does not draft so; ``serve-setting``: a model is needed."""
-        self.check(method, version)
+        reads = self.reads(method, version)
         if model is None and needs_model(method):
             raise ConfigError(f"{method} needs a drafter: its folder or hub id", kind=Kind.SERVE_SETTING)
-        if method not in words():
-            return self.untrained.get(method, "")
-        found = row(ENGINES[self.name], version, method)
-        assert isinstance(found, Reads)
-        return found.method
+        return self.untrained.get(method, "") if reads is None else reads.method
 
-    def told(self, method: str, version: str) -> Mapping[str, Any]:
-        """What its speculation has to be told besides, of a method it has."""
-        reads = row(ENGINES[self.name], version, method) if method in words() else None
-        return reads.told if isinstance(reads, Reads) else {}
-
-    def check(self, method: str, version: str) -> None:
-        """Raise ConfigError ``serve-unsupported`` unless ``version`` of the engine drafts with ``method``."""
+    def reads(self, method: str, version: str) -> Reads | None:
+        """What ``version`` of the engine reads of a drafter that was trained; None where ``method`` drafts without one.
+        Raises ConfigError: ``serve-unsupported``: it does not draft so."""
         if method == "none" or method in self.untrained:
-            return
+            return None
         if method not in words():
             raise ConfigError(
                 f"{self.title} does not draft with {method} ({methods().get(method, 'unknown')})",
                 kind=Kind.SERVE_UNSUPPORTED,
                 hint=f"--method {' | '.join((*self.untrained, 'none'))}",
             )
+        found = row(ENGINES[self.name], version, method)
+        if isinstance(found, Reads):
+            return found
         answer = support(self.name, version, method)
-        if not answer.ok:
-            problem = f"{self.title} {version} does not serve {methods()[method]}: {answer.reason}"
-            raise ConfigError(problem, kind=Kind.SERVE_UNSUPPORTED, hint=answer.nearest)
+        problem = f"{self.title} {version} does not serve {methods()[method]}: {answer.reason}"
+        raise ConfigError(problem, kind=Kind.SERVE_UNSUPPORTED, hint=answer.nearest)
 
 
 def methods() -> dict[str, str]:

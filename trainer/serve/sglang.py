@@ -41,35 +41,29 @@ class Speculation(Section):
     ngram_capacity: PositiveInt | None = None
 
 
-def speculative_flags(
-    method: str,
-    model: str | None = None,
-    draft_len: int = 3,
-    version: str = VERSION,
-    settings: Mapping[str, Any] | None = None,
-) -> list[str]:
-    """The ``--speculative-*`` flags for a method by our word; none for ``none``. A chain of ``draft_len`` tokens is one
-    branch a step (``eagle_topk`` 1) verified with the token before it: ``num_draft_tokens`` = ``draft_len`` + 1, which
-    is also DFlash's block. ``settings`` are fields of `Speculation`. Raises ConfigError: ``serve-unsupported``,
+def speculative_flags(request: ServeRequest, settings: Mapping[str, Any]) -> list[str]:
+    """The ``--speculative-*`` flags of a request; none for ``none``. A chain of ``draft_len`` tokens is one branch a
+    step (``eagle_topk`` 1) verified with the token before it: ``num_draft_tokens`` = ``draft_len`` + 1, which is also
+    DFlash's block. ``settings`` are fields of `Speculation`. Raises ConfigError: ``serve-unsupported``,
     ``serve-setting``."""
-    algorithm = SGLANG.method(method, version, model)
-    if method == "none":
+    algorithm, draft_len = SGLANG.method(request.method, request.version, request.drafter), request.draft_len
+    if request.method == "none":
         return []
     lengths = {"num_steps": draft_len, "eagle_topk": 1, "num_draft_tokens": draft_len + 1}
     if algorithm == "DFLASH":
         lengths = {"dflash_block_size": draft_len + 1}
     elif algorithm == "NGRAM":
         lengths = {"num_draft_tokens": draft_len + 1}
-    values: dict[str, Any] = lengths | dict(settings or {})
-    if values.get("eagle_topk", 1) > 1 and "num_draft_tokens" not in (settings or {}):
+    values: dict[str, Any] = lengths | dict(settings)
+    if values.get("eagle_topk", 1) > 1 and "num_draft_tokens" not in settings:
         raise ConfigError(
             f"eagle-topk {values['eagle_topk']} drafts a tree: say how many of its tokens are verified",
             kind=Kind.SERVE_SETTING,
             hint="--set num-draft-tokens=16, what SGLang's page verifies with 3 steps of top 4",
         )
     flags = ["--speculative-algorithm", algorithm]
-    if model is not None:
-        flags += ["--speculative-draft-model-path", model]
+    if request.drafter is not None:
+        flags += ["--speculative-draft-model-path", request.drafter]
     for name, value in values.items():
         flags += [f"--speculative-{name.replace('_', '-')}", str(value)]
     return flags
@@ -81,7 +75,7 @@ def plan(request: ServeRequest) -> ServePlan:
     settings = checked_settings(
         Speculation, tuple(name.replace("-", "_") + equals + text for name, equals, text in names)
     )
-    flags = speculative_flags(request.method, request.drafter, request.draft_len, request.version, settings)
+    flags = speculative_flags(request, settings)
     return ServePlan(
         command=("python", "-m", "sglang.launch_server", "--model-path", request.target, *flags, *request.flags),
         served_as=flag_value(request.flags, "--served-model-name") or request.target,

@@ -24,6 +24,7 @@ from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, flag_valu
 Settings = Mapping[str, Any]
 MODEL = ("speculative_model", "speculative_model_dir")
 _LENGTH = ("max_draft_len", "prompt_lookup_num_tokens")
+_MTP_LENGTHS = ("num_nextn_predict_layers", "max_draft_len")
 _LIMIT = "max_concurrency"
 _WITH_MODEL = ("Eagle3", "Eagle", "DraftTarget", "Draft_Target", "PARD", "DFlash")
 _WITH_LENGTH = (*_WITH_MODEL, "NGram", "SA")
@@ -39,10 +40,6 @@ def _all(values: Settings, *names: str) -> bool:
 
 def _without(values: Settings, kinds: tuple[str, ...], names: tuple[str, ...]) -> bool:
     return values.get("decoding_type") in kinds and not any(values.get(name) for name in names)
-
-
-def _differ(values: Settings, first: str, second: str) -> bool:
-    return _all(values, first, second) and values[first] != values[second]
 
 
 def _no_such_tree(values: Settings) -> bool:
@@ -73,7 +70,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         ),
         (
             "num_nextn_predict_layers",
-            lambda v: _differ(v, "num_nextn_predict_layers", "max_draft_len"),
+            lambda v: _all(v, *_MTP_LENGTHS) and v[_MTP_LENGTHS[0]] != v[_MTP_LENGTHS[1]],
             "must match max_draft_len, {max_draft_len}: found {num_nextn_predict_layers}",
         ),
         (
@@ -113,14 +110,6 @@ def file_problems(settings: Settings, version: str | None = None) -> Iterator[st
     kind = str(sections.get("speculative_config", {}).get("decoding_type"))
     if version is not None and kind in SINCE and not is_within(version, SINCE[kind], None):
         yield f"speculative_config.decoding_type: {kind} is not in version {version} (since {SINCE[kind]})"
-
-
-def target_problems(target: str) -> list[str]:
-    """Why the target cannot draft by MTP, where it is a local folder: its ``config.json`` counts no such layers."""
-    config = text_config(target)
-    if config is None or config.get("num_nextn_predict_layers"):
-        return []
-    return [f"speculative_config.decoding_type: MTP, but {target} has no num_nextn_predict_layers"]
 
 
 def refuse(settings: Settings, version: str | None, where: str, problems: Iterable[str] = ()) -> None:
@@ -204,28 +193,18 @@ RELAXED = {"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 10, "rel
 _SPECULATION = {"decoding_type", *MODEL, "max_draft_len", "num_nextn_predict_layers", *_NGRAM_POOL, *RELAXED}
 
 
-def speculative_config(
-    method: str,
-    model: str | None = None,
-    draft_len: int = 3,
-    version: str = VERSION,
-    settings: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The file's ``speculative_config`` in the spelling of ``version``; empty for ``none``. Raises ConfigError:
+def speculative_config(request: ServeRequest, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The file's ``speculative_config`` in the spelling of the version, ``settings`` over it. Raises ConfigError:
     ``serve-unsupported`` or ``serve-setting``."""
-    name = TRTLLM.method(method, version, model)
-    if method == "none":
-        return {}
-    words = spelling(version)
+    method, words = request.method, spelling(request.version)
+    name = TRTLLM.method(method, request.version, request.drafter)
     config: dict[str, Any] = {"decoding_type": words.draft_target if method == "draft-target" else name}
-    config[words.mtp_length if method == "mtp" else "max_draft_len"] = draft_len
-    if model is not None:
-        config[words.model] = model
+    config[words.mtp_length if method == "mtp" else "max_draft_len"] = request.draft_len
+    if request.drafter is not None:
+        config[words.model] = request.drafter
     config |= _NGRAM_POOL if method == "ngram" else {}
-    extra = dict(settings or {})
-    if extra.get("use_relaxed_acceptance_for_thinking"):
-        extra = RELAXED | extra
-    return config | extra
+    config |= RELAXED if settings.get("use_relaxed_acceptance_for_thinking") else {}
+    return config | dict(settings)
 
 
 def file_settings(request: ServeRequest) -> dict[str, Any]:
@@ -238,13 +217,13 @@ def file_settings(request: ServeRequest) -> dict[str, Any]:
         extra = {name: written.pop(name) for name in list(written) if name in _SPECULATION}
         if isinstance(written.get("speculative_config"), dict):
             extra |= written.pop("speculative_config")
-        settings["speculative_config"] = speculative_config(
-            request.method, request.drafter, request.draft_len, request.version, extra
-        )
+        settings["speculative_config"] = speculative_config(request, extra)
     for key, value in written.items():
         both = isinstance(value, Mapping) and isinstance(settings.get(key), dict)
         settings[key] = settings[key] | value if both else value
-    problems = target_problems(request.target) if request.method == "mtp" else []
+    problems, config = [], text_config(request.target) if request.method == "mtp" else None
+    if config is not None and not config.get("num_nextn_predict_layers"):
+        problems = [f"speculative_config.decoding_type: MTP, but {request.target} has no num_nextn_predict_layers"]
     refuse(settings, request.version, "--set", problems)
     return settings
 

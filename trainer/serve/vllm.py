@@ -60,14 +60,14 @@ def speculative_config(
     folder or hub id, ``draft_len`` the tokens drafted per step, ``settings`` further fields by vLLM's names. Raises
     ConfigError: ``serve-unsupported``: this version lacks the method; ``serve-setting``: the method needs a model and
     none was given."""
-    name = VLLM.method(method, version, model)
+    name, reads = VLLM.method(method, version, model), VLLM.reads(method, version)
     if method == "none":
         return {}
     config: dict[str, Any] = {"method": name}
     if model is not None:
         config["model"] = model
     config["num_speculative_tokens"] = draft_len
-    config |= VLLM.told(method, version)
+    config |= reads.told if reads else {}
     config |= NGRAM_DEFAULTS if method == "ngram" else {}
     return config | dict(settings or {})
 

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from pydantic import Field
@@ -26,6 +26,7 @@ from hiddenstore.files.layout import missing
 from hiddenstore.fs.disk import require_whole_links
 from hiddenstore.fs.publish import make_folder, new_folder, replace_file, sweep_killed
 from hiddenstore.fs.seam import storage_error
+from hiddenstore.store import Store
 from schemas.base import Document
 from schemas.capture import HeadSpec, TargetIdentity
 from trainer.config import DrafterConfig
@@ -49,6 +50,18 @@ class DrafterSpec(Document):
     store: str
     seed: int
     step: int = Field(ge=0)
+
+    @classmethod
+    def of(cls, config: DrafterConfig, store: Store, seed: int, step: int) -> Self:
+        """Of a drafter for the target of a store."""
+        return cls(
+            config=config.model_dump(mode="json"),
+            target=store.capture.target,
+            head=store.manifest.head,
+            store=store.fs.address,
+            seed=seed,
+            step=step,
+        )
 
     @property
     def drafter(self) -> DrafterConfig:

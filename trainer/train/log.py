@@ -41,18 +41,10 @@ class RunLog:
     ``writes``; the log of another rank is silent."""
 
     def __init__(
-        self,
-        run: Path,
-        total_steps: int,
-        *,
-        start: int = 0,
-        clip: float,
-        tracked: Tracked | None = None,
-        writes: bool = True,
+        self, run: Path, total_steps: int, *, start: int, clip: float, tracked: Tracked | None, writes: bool
     ) -> None:
-        self.path, self._clip = run / METRICS, clip
+        self.path, self._clip, self._tracked = run / METRICS, clip, tracked
         self._file: TextIO | None = None
-        self._tracked = tracked
         if not writes:
             return
         self._truncate(start)

@@ -17,8 +17,7 @@ from hiddenstore.console.output import output
 from hiddenstore.console.text import amount, plural, size
 from hiddenstore.console.text import seconds as duration_text
 from hiddenstore.data import BatchPlan, Cursor, GlobalBatch, PackedBatch, TokenBatches
-from hiddenstore.errors import ConfigError, CorruptionError, InterruptError, Kind, StorageError
-from hiddenstore.files.documents import foreign_json
+from hiddenstore.errors import ConfigError, InterruptError, Kind, StorageError
 from hiddenstore.files.lock import FolderLock
 from hiddenstore.fs import require_local
 from hiddenstore.index.table import SPLITS
@@ -27,9 +26,9 @@ from hiddenstore.process import Drain, drain_on_signal, from_environment, peak_b
 from trainer.parallel.data_parallel import unsharded
 from trainer.parallel.group import ProcessGroup, process_group
 from trainer.presets import settings_file
-from trainer.settings import derived, derived_lr, rank_settings
+from trainer.settings import derived, derived_lr, rank_settings, value_text
 from trainer.train import checkpoint
-from trainer.train.log import METRICS, RunLog
+from trainer.train.log import METRICS, RunLog, read_curves
 from trainer.train.optim import orthogonal
 from trainer.train.run_folder import CONFIG, TrainOptions, drafter_name, read_facts
 from trainer.train.state import TrainState, build_state, save_checkpoint
@@ -127,11 +126,7 @@ def _value_text(value: Any) -> str:
     if isinstance(value, dict):
         kind, factor = value.get("rope_type"), value.get("factor")
         return f"{kind} x{factor:g}" if factor else str(kind)
-    if isinstance(value, list):
-        return ",".join(str(item) for item in value)
-    if value is None:
-        return "none"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return value_text(value)
 
 
 @dataclass(frozen=True)
@@ -218,7 +213,8 @@ def _run(options: TrainOptions, group: ProcessGroup) -> TrainReport:
                 _bring(copied)
                 if copied.behind is not None:
                     raise copied.behind
-            return _report(state, _last_metrics(state.path), began, was_finished=True)
+            logged = read_curves(state.path).steps
+            return _report(state, logged[-1] if logged else {}, began, was_finished=True)
         said = print_summary(state) if group.is_first else None
         if state.device.type == "cuda":
             walk_longest(state)
@@ -333,22 +329,6 @@ def _report(state: TrainState, last: dict[str, Any], began: float, was_finished:
         stopped_early=state.step < state.total_steps and state.best.is_out_of_patience,
         was_finished=was_finished,
     )
-
-
-def _last_metrics(run: Path) -> dict[str, Any]:
-    path = run / METRICS
-    data = path.read_bytes() if path.is_file() else b""
-    # A kill may leave half a line.
-    for line in reversed(data[: data.rfind(b"\n") + 1].splitlines()):
-        try:
-            record = foreign_json(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict):
-            raise CorruptionError(f"{path} holds a line that is no step: {line[:80]!r}", kind=Kind.RUN_CORRUPT)
-        if "loss" in record:
-            return record
-    return {}
 
 
 def seconds_per_step(state: TrainState) -> float:

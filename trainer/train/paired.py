@@ -33,9 +33,8 @@ from trainer.config import LossConfig
 from trainer.drafters import DRAFTERS, drafter_kind
 from trainer.parallel.group import ProcessGroup
 from trainer.settings import load_config
-from trainer.train.epochs import token_batches
 from trainer.train.run_folder import TrainOptions
-from trainer.train.state import TrainState, build_state
+from trainer.train.state import TrainState, build_state, token_batches
 from trainer.train.step import steps
 
 DEFAULTS = {"eagle3": ("train.max_steps=200", "loss.steps=3")}
@@ -70,7 +69,14 @@ def measure_paired(
     """
     with TemporaryDirectory(prefix="hiddenstore-paired-") as folder:
         original, copies, plan = paired_copies(store, recipes, seeds, words, Path(folder), target, drafter)
-        return train_pairs(original, copies, replace(plan, minutes=minutes), held_out_overlaps, advance, store)
+        began, by_seed = time.monotonic(), list[dict[str, HeldOut]]()
+        count_step = partial(advance, plan.steps * len(plan.seeds) * (1 + len(copies)))
+        for done, seed in enumerate(plan.seeds):
+            spent = (time.monotonic() - began) / 60
+            if minutes is not None and done >= FEWEST_SEEDS and spent * (done + 1) / done > minutes:
+                break
+            by_seed.append(overlaps_of_seed(original, copies, plan, seed, count_step))
+        return pair_rows(plan, by_seed, store, (time.monotonic() - began) / 60)
 
 
 def paired_copies(
@@ -121,54 +127,23 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class PairPlan:
-    """Drafter, settings of ``train`` and steps that all runs of a comparison share; behind the second of ``seeds`` none
-    begins that would end after ``minutes``."""
+    """Drafter, settings of ``train`` and steps that all runs of a comparison share."""
 
     drafter: str
     seeds: tuple[int, ...]
     words: tuple[str, ...]
     steps: int
-    minutes: float | None = None
-
-
-def train_pairs(
-    original: Store,
-    copies: Mapping[str, Store],
-    plan: PairPlan,
-    measure: Callable[[TrainState, Store], HeldOut],
-    advance: Advance,
-    cut_from: Store | None = None,
-) -> list[PairedRow]:
-    """A row per copy: drafters trained on its states against those trained on the original ones, seed by seed.
-
-    ``measure`` says what a drafter does on held-out samples of ``original``; the samples are the same every time.
-    ``cut_from`` is the store that ``original`` is a selection of, which makes one input of many.
-    """
-    began, total = time.monotonic(), plan.steps * len(plan.seeds) * (1 + len(copies))
-    by_seed: list[dict[str, HeldOut]] = []
-    for done, seed in enumerate(plan.seeds):
-        spent = (time.monotonic() - began) / 60
-        if plan.minutes is not None and done >= FEWEST_SEEDS and spent * (done + 1) / done > plan.minutes:
-            break
-        by_seed.append(overlaps_of_seed(original, copies, plan, seed, measure, partial(advance, total)))
-    whole = original if cut_from is None else cut_from
-    return pair_rows(plan, by_seed, whole, (time.monotonic() - began) / 60)
 
 
 def overlaps_of_seed(
-    original: Store,
-    copies: Mapping[str, Store],
-    plan: PairPlan,
-    seed: int,
-    measure: Callable[[TrainState, Store], HeldOut],
-    advance: Callable[..., None],
+    original: Store, copies: Mapping[str, Store], plan: PairPlan, seed: int, advance: Callable[..., None]
 ) -> dict[str, HeldOut]:
     """What drafters of one seed do that were trained on the original states and on those of every copy, by name."""
     words = [*plan.words, f"train.seed={seed}", f"data.seed={seed}"]
     by_name = {}
     for name, trained_on in ((ORIGINAL, original), *copies.items()):
         state = _train(trained_on, plan.drafter, words, partial(advance, doing=f"{name}, seed {seed}"))
-        by_name[name] = measure(state, original)
+        by_name[name] = held_out_overlaps(state, original)
     return by_name
 
 
@@ -178,10 +153,11 @@ def pair_rows(
     """A row per copy, of the first seeds of a plan; ``whole``: a store of the held-out samples, with their inputs."""
     some = by_seed[0][ORIGINAL]
     sources = [whole.locate(sample_id)[0].input[:SOURCE_LETTERS] for sample_id in some.ids]
-    pairs = Pairs(plan.drafter, plan.seeds[: len(by_seed)], plan.steps, some.slots, sources)
+    plan = replace(plan, seeds=plan.seeds[: len(by_seed)])
     sums = {name: torch.stack([of_seed[name].overlaps for of_seed in by_seed]) for name in by_seed[0]}
     reference = sums.pop(ORIGINAL)
-    return [pairs.row(name, overlaps, reference, minutes) for name, overlaps in sums.items()]
+    rows = (pair_row(plan, name, overlaps, reference, some.slots, sources) for name, overlaps in sums.items())
+    return [row.model_copy(update={"minutes": minutes}) for row in rows]
 
 
 @torch.no_grad()
@@ -227,42 +203,31 @@ def _samples(pack: PackedBatch) -> Iterator[PackedBatch]:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class Pairs:
-    """What all pairs share: drafter, seeds, steps, and slots fp64 [N] and input of every held-out sample."""
-
-    drafter: str
-    seeds: tuple[int, ...]
-    steps: int
-    slots: Tensor
-    sources: Sequence[str]
-
-    def row(self, recipe: str, overlaps: Tensor, reference: Tensor, minutes: float) -> PairedRow:
-        """A recipe's overlaps fp64 [S, N] against those of the original states."""
-        whole = paired_difference(overlaps, reference, self.slots)
-        per_source = []
-        for source in sorted(set(self.sources)):
-            of_it = torch.tensor([one == source for one in self.sources])
-            samples = int(of_it.sum())
-            if samples < FEWEST_SAMPLES:
-                continue
-            part = paired_difference(overlaps[:, of_it], reference[:, of_it], self.slots[of_it])
-            per_source.append(
-                SourceLoss(source=source, samples=samples, difference=part.mean, half_width=part.half_width)
-            )
-        return PairedRow(
-            recipe=recipe,
-            drafter=self.drafter,
-            steps=self.steps,
-            seeds=self.seeds,
-            acceptance=tuple((overlaps.sum(1) / self.slots.sum()).tolist()),
-            original_acceptance=tuple((reference.sum(1) / self.slots.sum()).tolist()),
-            difference=whole.mean,
-            standard_error=whole.standard_error,
-            half_width=whole.half_width if math.isfinite(whole.half_width) else None,
-            minutes=minutes,
-            sources=tuple(per_source),
-        )
+def pair_row(
+    plan: PairPlan, recipe: str, overlaps: Tensor, reference: Tensor, slots: Tensor, sources: Sequence[str]
+) -> PairedRow:
+    """A recipe's overlaps fp64 [S, N] against those of the original states; slots fp64 [N] and input of every held-out
+    sample."""
+    whole, per_source = paired_difference(overlaps, reference, slots), []
+    for source in sorted(set(sources)):
+        of_it = torch.tensor([one == source for one in sources])
+        samples = int(of_it.sum())
+        if samples < FEWEST_SAMPLES:
+            continue
+        part = paired_difference(overlaps[:, of_it], reference[:, of_it], slots[of_it])
+        per_source.append(SourceLoss(source=source, samples=samples, difference=part.mean, half_width=part.half_width))
+    return PairedRow(
+        recipe=recipe,
+        drafter=plan.drafter,
+        steps=plan.steps,
+        seeds=plan.seeds,
+        acceptance=tuple((overlaps.sum(1) / slots.sum()).tolist()),
+        original_acceptance=tuple((reference.sum(1) / slots.sum()).tolist()),
+        difference=whole.mean,
+        standard_error=whole.standard_error,
+        half_width=whole.half_width if math.isfinite(whole.half_width) else None,
+        sources=tuple(per_source),
+    )
 
 
 def _train(store: Store, drafter: str, words: Sequence[str], on_step: Callable[[], None]) -> TrainState:

@@ -34,11 +34,10 @@ from trainer.drafters import check_store, drafter_kind, refuse_target
 from trainer.drafters.base import Drafter, DrafterInUse
 from trainer.losses.teacher import TargetInterface
 from trainer.presets import settings_file
-from trainer.settings import config_class, load_config
+from trainer.settings import config_class, load_config, with_precision
 from trainer.train import checkpoint
 from trainer.train.checkpoint import DrafterSpec
 from trainer.train.log import METRICS
-from trainer.train.precision import resolved
 from trainer.train.storage import CACHE_BYTES, Mirror, through_cache
 from trainer.train.track import require_trackers
 from trainer.vocab import DraftVocab
@@ -122,10 +121,6 @@ class RunInfo:
         """Its draft vocabulary, out of the ``target_size`` tokens of its target."""
         return DraftVocab.load(self.run / checkpoint.VOCAB, target_size)
 
-    def weights(self) -> dict[str, Tensor]:
-        """Its weights, checked against their digest."""
-        return checkpoint.load(self.checkpoint).drafter
-
     def start_facts(self) -> StartFacts:
         """What a run that starts from it records."""
         state = checkpoint.read_state(self.checkpoint)
@@ -188,7 +183,7 @@ def load_start(model: "Drafter", start: RunInfo) -> None:
     """Put the weights of ``start`` into a fresh drafter. Raises ConfigError: ``init-differs``, naming every tensor that
     does not fit."""
     problem = f"train.init_from={start.checkpoint} is not a start for this drafter"
-    load_weights(model, start.weights(), problem, _HINT_FOLLOW)
+    load_weights(model, checkpoint.load(start.checkpoint).drafter, problem, _HINT_FOLLOW)
 
 
 def load_weights(model: "Drafter", weights: Mapping[str, Tensor], problem: str, hint: str | None = None) -> None:
@@ -279,7 +274,7 @@ def open_new(options: TrainOptions) -> tuple[Store, TrainConfig]:
         )
     require_files(store)
     require_trackers(config.train)
-    return store, resolved(config)
+    return store, with_precision(config)
 
 
 def create(
@@ -304,7 +299,8 @@ def create(
         imported_from=imported_from,
         id=secrets.token_hex(8),
     )
-    snapshot = store.snapshot(_snapshot_name(path))
+    # Random digits: a folder that is emptied and trained in anew is another run.
+    snapshot = store.snapshot(f"run-{re.sub('[^A-Za-z0-9._-]', '-', path.name)[:60]}-{secrets.token_hex(4)}")
     files = {
         checkpoint.VOCAB: vocab.save_bytes(),
         CONFIG: settings.dump(config).encode(),
@@ -334,11 +330,6 @@ def create(
             lock.release()
             path.rmdir()
         raise
-
-
-def _snapshot_name(run: Path) -> str:
-    """Random digits: a folder that is emptied and trained in anew is another run."""
-    return f"run-{re.sub('[^A-Za-z0-9._-]', '-', run.name)[:60]}-{secrets.token_hex(4)}"
 
 
 def pin(store: Store, name: str, *, must: bool = False) -> None:
@@ -389,7 +380,7 @@ def reopen(options: TrainOptions) -> tuple[Store, TrainConfig]:
         )
     store = _same_store(options)
     config = settings.load(config_class(name), path / CONFIG, options.words)
-    config = resolved(config, measure=any(word.startswith("train.precision=") for word in options.words))
+    config = with_precision(config, measure=any(word.startswith("train.precision=") for word in options.words))
     require_trackers(config.train)
     pin(store, run_snapshot(path).name, must=config.train.follow)
     if options.words:

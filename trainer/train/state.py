@@ -1,8 +1,13 @@
-"""The state of a training run: everything a step needs, new or as the newest checkpoint left it, on every rank."""
+"""The state of a training run: everything a step needs, new or as the newest checkpoint left it, on every rank; and
+the batches of each epoch, from the run's snapshot, or with ``train.follow`` from what the store holds when it begins.
+
+A run that follows publishes each epoch's list of commits in the store as the snapshot ``<the run's>.epoch-N`` before it
+reads them, and takes the list that lies there: a resume reads what the run read, and gc leaves it.
+"""
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +15,10 @@ import torch
 from torch import Tensor
 
 from hiddenstore.console.output import output
-from hiddenstore.data import Cursor, TokenBatches
+from hiddenstore.data import Cursor, SampleView, TokenBatches
 from hiddenstore.data.view import WHOLE
-from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.errors import ConfigError, CorruptionError, Kind, StorageError
+from hiddenstore.files import layout
 from hiddenstore.files.documents import seal, unseal
 from hiddenstore.files.lock import FolderLock
 from hiddenstore.store import Store
@@ -21,7 +27,7 @@ from hiddenstore.threads import keep_freed_memory
 from schemas.manifest import Snapshot
 from trainer.config import LoopConfig, TrainConfig
 from trainer.drafters import DRAFTERS, drafter_kind
-from trainer.drafters.base import Drafter, DrafterInUse, Objective
+from trainer.drafters.base import Drafter, DrafterInUse, Needs, Objective
 from trainer.drafters.blocks import compile_blocks
 from trainer.losses.teacher import TargetInterface
 from trainer.parallel.context import ContextGroup, context_group
@@ -29,11 +35,18 @@ from trainer.parallel.data_parallel import Ddp, full_state_dict, parallelize
 from trainer.parallel.group import ProcessGroup, limit_kernel_caches, require_own_gpus, uses_nccl
 from trainer.settings import config_class
 from trainer.train import checkpoint
-from trainer.train.epochs import batches_at, token_batches, view_of
 from trainer.train.guard import BestCheckpoints, SpikeGuard
 from trainer.train.optim import Optimizer
-from trainer.train.precision import multiplies_bf16
-from trainer.train.run_folder import TrainOptions, create, describe, load_start, open_new, read_facts, reopen
+from trainer.train.run_folder import (
+    TrainOptions,
+    create,
+    describe,
+    load_start,
+    open_new,
+    read_facts,
+    reopen,
+    run_snapshot,
+)
 from trainer.vocab import DraftVocab, count_store, coverage
 
 
@@ -62,10 +75,37 @@ class TrainState:
     begun: int | None = None
 
     def go_to(self, cursor: Cursor) -> None:
-        """Let the batches go on at a cursor, over the samples of its epoch."""
-        self.batches = batches_at(cursor, self.store, self.options, self.config, self.group, self.device)
-        if self.config.train.follow and cursor.epoch and not cursor.samples:
+        """Let the batches go on at a cursor, over the samples of its epoch. Raises ConflictError: ``cursor-mismatch``:
+        they are not those that it counts in."""
+        # Where an epoch begins, the cursor still names the samples of the one before.
+        begins = self.config.train.follow and not cursor.samples
+        name = self.group.broadcast_bytes(lambda: self._snapshot_at(cursor, begins).encode()).decode()
+        with self.group.all_or_none():
+            store = self.options.open_store(name) if name else self.store
+            batches = token_batches(store, self.config, self.group, self.device, epoch=cursor.epoch)
+            snapshot = batches.digest if begins else cursor.snapshot
+            batches.load_state_dict(replace(cursor, snapshot=snapshot).to_json())
+        self.batches = batches
+        if begins and cursor.epoch:
             self.begun = cursor.epoch
+
+    def _snapshot_at(self, cursor: Cursor, begins: bool) -> str:
+        """Name of the published snapshot that the epoch of ``cursor`` reads; empty for the run's own."""
+        prefix = f"{run_snapshot(self.path).name}.epoch-"
+        published = {
+            int(number): name.removesuffix(".json")
+            for name in self.store.fs.list(layout.SNAPSHOTS_DIR)
+            if (number := name.removeprefix(prefix).removesuffix(".json")).isdecimal() and name.startswith(prefix)
+        }
+        if begins and cursor.epoch and cursor.epoch not in published:
+            try:
+                name = f"{prefix}{cursor.epoch}"
+                self.options.open_store().save_snapshot(name)
+            except (StorageError, CorruptionError) as error:
+                output().warn(f"epoch {cursor.epoch + 1} reads no more than the one before it: {error.message}")
+            else:
+                return name
+        return published[max(numbers)] if (numbers := [n for n in published if n <= cursor.epoch]) else ""
 
     @property
     def path(self) -> Path:
@@ -181,14 +221,7 @@ def save_checkpoint(state: TrainState, cursor: Cursor) -> None:
 def _write_checkpoint(
     state: TrainState, cursor: Cursor, weights: dict[str, Tensor], optimizer: dict[str, Tensor]
 ) -> None:
-    spec = checkpoint.DrafterSpec(
-        config=state.config.drafter.model_dump(mode="json"),
-        target=state.store.capture.target,
-        head=state.store.manifest.head,
-        store=state.store.fs.address,
-        seed=state.config.train.seed,
-        step=state.step,
-    )
+    spec = checkpoint.DrafterSpec.of(state.config.drafter, state.store, state.config.train.seed, state.step)
     document = checkpoint.CheckpointState(
         step=state.step,
         cursor=cursor.to_json(),
@@ -275,6 +308,11 @@ def _require_taught(store: Store, config: TrainConfig) -> None:
         )
 
 
+def multiplies_bf16(config: TrainConfig, device: torch.device) -> bool:
+    """Whether a run with these settings multiplies bf16 on that device."""
+    return config.train.precision == "bf16" or (config.train.precision == "auto" and device.type == "cuda")
+
+
 def _device(config: TrainConfig, group: ProcessGroup) -> torch.device:
     device = torch.device(pick_device(config.train.device))
     if device.type != "cuda":
@@ -304,4 +342,43 @@ def _warn_of_idle_ranks(state: TrainState) -> None:
         f"{idle:.1f} of {ranks} ranks have nothing to do in the average step: a batch of "
         f"{state.config.data.batch_tokens:,} tokens holds {sum(samples) / len(samples):.1f} samples; "
         f"try data.batch_tokens={enough}"
+    )
+
+
+def view_of(config: TrainConfig) -> SampleView:
+    """What the settings train on of every sample."""
+    return SampleView(config.data.max_tokens, config.data.loss_on)
+
+
+def token_batches(
+    store: Store,
+    config: TrainConfig,
+    group: ProcessGroup,
+    device: torch.device,
+    *,
+    validation: bool = False,
+    epoch: int = 0,
+) -> TokenBatches:
+    """This rank's packs of the global batches on ``device``; ``data.batch_tokens`` alone defines the batches. Of a run
+    that follows its store, those of ``epoch`` and the ones before."""
+    follows = config.train.follow and not validation
+    endless = config.train.max_steps is not None and not validation and not follows
+    needs: Needs = drafter_kind(config.drafter.name).needs(config.drafter, config.loss)
+    # A store that grows may bring a longer sample than the settings were derived from.
+    longest = int(store.catalog.table.tokens.max(initial=0)) if follows else 0
+    longest = min(longest, config.data.max_tokens or longest)
+    return TokenBatches(
+        store,
+        split="validation" if validation else "train",
+        layers=needs.aux_layers,
+        final=needs.final != "none",
+        batch_tokens=config.data.batch_tokens,
+        pack_tokens=max(config.data.pack_tokens, longest),
+        seed=config.data.seed,
+        view=view_of(config),
+        rank=group.rank.rank // config.train.context_parallel,
+        world_size=group.rank.world_size // config.train.context_parallel,
+        prefetch_bytes=config.data.prefetch_mb * 1_000_000,
+        epochs=None if endless else epoch + 1 if follows else 1 if validation else config.train.epochs,
+        device=device,
     )

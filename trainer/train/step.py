@@ -19,11 +19,9 @@ from trainer.evaluate.simulate import evaluate_packs
 from trainer.losses.fused_head import StepLosses
 from trainer.parallel.context import shard_of
 from trainer.parallel.data_parallel import unsharded
-from trainer.train.epochs import token_batches
 from trainer.train.guard import MOST_IN_A_ROW
 from trainer.train.log import StepMetrics
-from trainer.train.precision import multiplies_bf16
-from trainer.train.state import TrainState
+from trainer.train.state import TrainState, multiplies_bf16, token_batches
 
 VALIDATION_DRAFT_LEN = 3
 """The default of `hiddenstore eval`, so that the two numbers can be compared."""
