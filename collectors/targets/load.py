@@ -85,10 +85,6 @@ class LoadedTarget(EngineTarget):
         return self.parts.blocks
 
     @property
-    def final_norm(self) -> nn.Module:
-        return self.parts.final_norm
-
-    @property
     def lm_head(self) -> nn.Module:
         """The model's own LM head module: final hidden after the norm [..., D] to raw logits [..., V]."""
         module: nn.Module = self.model.get_output_embeddings()
