@@ -11,8 +11,8 @@ from typing import Any
 
 from collectors.regenerate.answers import claim_settings
 from collectors.regenerate.generate import Sampling, generate_batch
+from collectors.regenerate.job import refuse_existing
 from collectors.regenerate.options import RegenerateOptions, require_possible
-from collectors.regenerate.output import refuse_existing
 from collectors.targets.load import LoadedTarget, load_target
 from collectors.tokenize.template import read_template
 from hiddenstore.console.progress import Progress
