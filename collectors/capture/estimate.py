@@ -3,7 +3,6 @@ written."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from collectors.targets.layers import LayerChoice
@@ -11,7 +10,6 @@ from hiddenstore.codecs import get_layout
 from hiddenstore.codecs.recipes import RECIPES, get_recipe, recipe_name
 from hiddenstore.errors import ConfigError
 from hiddenstore.fs import open_filesystem
-from hiddenstore.fs.seam import Filesystem
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.inspect.room import Counts, room_for
 from hiddenstore.inspect.room import shortage as room_lacking
@@ -99,8 +97,8 @@ def make_plan(
         key=lambda row: -row.bytes_stored,
     )
     hours = None if rate is None else info.tokens / rate / 3600
-    free = free_bytes(fs)
-    return Plan(info, choice, recipe, tuple(rows), raw_bytes(info, capture), free, hours, container, shared)
+    raw = raw_bytes(info, capture)
+    return Plan(info, choice, recipe, tuple(rows), raw, fs.free_bytes(), hours, container, shared)
 
 
 def shared_share(prepared: PreparedInput, capture: CaptureSpec) -> float:
@@ -142,11 +140,6 @@ def shortage(store: Store, info: PreparedData, pending: Mapping[str, int], job: 
 def raw_bytes(info: PreparedData, capture: CaptureSpec) -> int:
     """bf16 of every aux layer and of the final hidden at every token: what a dump of states takes."""
     return info.tokens * (len(capture.aux_layers) + 1) * capture.target.hidden_size * 2
-
-
-def free_bytes(location: str | Path | Filesystem) -> int | None:
-    """Free space where ``location`` is or will be; None where there is no end of it."""
-    return open_filesystem(location).free_bytes()
 
 
 def _capture(folder: TargetFolder, choice: LayerChoice, codecs: Codecs) -> CaptureSpec:

@@ -27,7 +27,6 @@ from collectors.capture.options import (
     require_engine_fits,
     resolve_recipe,
 )
-from collectors.capture.states import UnitStates, capture_samples, records_of
 from collectors.checks.capture import CheckSpec, RejectBudget, check_unit
 from collectors.checks.crosscheck import CrossCheck
 from collectors.checks.reference import (
@@ -40,6 +39,7 @@ from collectors.checks.reference import (
     typical_norms,
 )
 from collectors.engines import CaptureEngine, Done, nobody, open_engine
+from collectors.engines.assembly import UnitStates, capture_samples, records_of
 from collectors.targets.layers import choose_layers
 from collectors.targets.load import EngineTarget, LoadOptions
 from collectors.tokenize.template import read_template
@@ -78,7 +78,7 @@ from hiddenstore.targets.rebuild import Rebuilder
 from hiddenstore.threads import Threads
 from hiddenstore.writer import PendingUnit, create_store, pending_units, register_input, write_unit
 from schemas.advice import Advice
-from schemas.capture import REBUILT, CaptureSpec, Codecs, TargetIdentity
+from schemas.capture import REBUILT, CaptureSpec, Codecs
 from schemas.manifest import CommitRecord, Container, Reject
 from schemas.prepared import PreparedData
 
@@ -251,13 +251,6 @@ def new_store(
     return create_store(location, capture, target.head.spec, recipe, files, container)
 
 
-def stored_identity(options: CollectOptions, identity: TargetIdentity) -> TargetIdentity:
-    """The identity that a store's is compared with: with ``same_target`` the digest of the checkpoint is its own, and
-    ``compare_with_store`` judges by states."""
-    stored = _stored_capture(options.store) if options.same_target else None
-    return identity if stored is None else identity.model_copy(update={CHECKPOINT: stored.target.checkpoint_sha256})
-
-
 def _stored_codecs(location: str | Path) -> Codecs | None:
     stored = _stored_capture(location)
     return None if stored is None else stored.codecs
@@ -358,11 +351,14 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
         reference = open_reference(parity, target, copied, rank, prepared.info.longest, say_once)
         if parity.mode == "auto" and not rank.is_first and reference.target is None:
             await_first(options.store, rank, lambda: drain.requested, note)
+        stored, identity = _stored_capture(options.store), target.identity
+        if options.same_target and stored is not None:
+            # ``compare_with_store`` judges by states.
+            identity = identity.model_copy(update={CHECKPOINT: stored.target.checkpoint_sha256})
         # Text may join a store that holds images.
-        stored = _stored_capture(options.store)
         beside = None if stored is None else stored.images
         capture = CaptureSpec(
-            target=stored_identity(options, target.identity),
+            target=identity,
             aux_layers=choice.aux_layers,
             final=choice.final,
             final_norm=engine.final_norm or "pre_norm",

@@ -32,14 +32,6 @@ NORM_FACTOR = 30.0
 TIE_SHARE = 0.05
 
 
-@dataclass(frozen=True, eq=False)
-class UnitNorms:
-    """Row L2 norms of one unit in fp32 on the CPU: aux [L, N], final [R]."""
-
-    aux: np.ndarray
-    final: np.ndarray
-
-
 @dataclass(frozen=True)
 class CheckSpec:
     """What to expect; ``reference``: typical row norm per aux layer, if known. ``names_source``: rejects name it."""
@@ -56,17 +48,17 @@ def check_unit(
     """The samples of a unit that must not be stored, in order, each with its first reason. Raises CaptureError: as
     ``require_matching``."""
     require_matching(samples, captured, final_rows, spec)
-    norms = UnitNorms(_row_norms(captured.aux), _row_norms(captured.final))
+    aux_norms, final_norms = _row_norms(captured.aux), _row_norms(captured.final)
     disagreeing = _disagreeing_rows(captured, head, spec.final_norm)
     rejects = []
     start = final_start = 0
     for sample, rows in zip(samples, final_rows, strict=True):
         span = slice(start, start + sample.tokens)
         final_span = slice(final_start, final_start + len(rows))
-        named = [(field_name(k), norms.aux[slot, span], sample.input_ids) for slot, k in enumerate(spec.aux_layers)]
-        named.append((FINAL, norms.final[final_span], sample.input_ids[rows]))
+        named = [(field_name(k), aux_norms[slot, span], sample.input_ids) for slot, k in enumerate(spec.aux_layers)]
+        named.append((FINAL, final_norms[final_span], sample.input_ids[rows]))
         fault = _norm_fault(named, is_text(sample.tokens, sample.images), head, spec)
-        fault = fault or _repeated(sample, captured, norms, span, spec)
+        fault = fault or _repeated(sample, captured, aux_norms, span, spec)
         fault = fault or _wrong_next(captured, disagreeing, final_span)
         if fault is not None:
             reason, detail = fault
@@ -106,6 +98,7 @@ class RejectBudget:
 
 
 def _row_norms(states: Tensor) -> np.ndarray:
+    """L2 norms of rows [..., D] in fp32 on the CPU."""
     norms: np.ndarray = torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32).cpu().numpy()
     return norms
 
@@ -155,14 +148,14 @@ def _norm_fault(
 
 
 def _repeated(
-    sample: Sample, captured: Captured, norms: UnitNorms, span: slice, spec: CheckSpec
+    sample: Sample, captured: Captured, aux_norms: np.ndarray, span: slice, spec: CheckSpec
 ) -> tuple[str, str] | None:
     """Neighbouring rows that are equal bit for bit although their tokens differ."""
     other_token = np.diff(sample.input_ids) != 0
     for slot, layer in enumerate(spec.aux_layers):
         if layer == -1:
             continue
-        rows = norms.aux[slot, span]
+        rows = aux_norms[slot, span]
         for t in np.flatnonzero((rows[1:] == rows[:-1]) & (rows[1:] > 0) & other_token).tolist():
             if torch.equal(captured.aux[slot, span.start + t], captured.aux[slot, span.start + t + 1]):
                 return "repeated-rows", f"{field_name(layer)} repeats position {t} at {t + 1}"

@@ -34,27 +34,21 @@ _TRIED_ROWS = 9
 
 @dataclass(frozen=True, eq=False)
 class Field:
-    """One captured field of one sample: states [n, D] at positions [n]; ``layer`` is a number or ``normed``."""
+    """One captured field of one sample: states [n, D] at positions int [n]; ``layer`` is a number or ``normed``."""
 
     name: str
     layer: int | str
     positions: np.ndarray
     states: Tensor
 
-    def of(self, probe: Probe, layer: int | str | None = None) -> Tensor:
-        """The same rows [n, D] of a layer (by default this field's) as Hugging Face computed them."""
-        states = _layer(probe, self.layer if layer is None else layer)
-        return states[torch.from_numpy(np.asarray(self.positions, dtype=np.int64)).to(states.device)]
+    def error(self, probe: Probe, layer: int | str) -> float:
+        """How far it is from the same rows of a layer as Hugging Face computed them: the median of ``row_errors``."""
+        return float(row_errors(self.states, self.of(probe, layer)).median())
 
-
-@dataclass(frozen=True, eq=False)
-class Suspect:
-    """A field that disagrees, what Hugging Face computed for its sample, and the unit it is request ``index`` of."""
-
-    field: Field
-    probe: Probe
-    index: int
-    samples: Sequence[Sample]
+    def of(self, probe: Probe, layer: int | str) -> Tensor:
+        """The same rows [n, D] of a layer as Hugging Face computed them."""
+        states = _layer(probe, layer)
+        return states[torch.from_numpy(self.positions.astype(np.int64)).to(states.device)]
 
 
 @dataclass(frozen=True)
@@ -73,17 +67,6 @@ def row_errors(states: Tensor, expected: Tensor) -> Tensor:
     return torch.linalg.vector_norm(excess, dim=-1) / size.clamp_min(1e-30)
 
 
-def likely_mistake(suspect: Suspect, others: Iterable[tuple[int, Probe]], tolerance: float) -> Mistake:
-    """The first known mistake that explains the field; ``others`` are (index, probe) of other requests of the unit."""
-    return (
-        _zeros(suspect.field)
-        or _other_layer(suspect, tolerance)
-        or _displaced(suspect, tolerance)
-        or _other_request(suspect, others, tolerance)
-        or _UNKNOWN
-    )
-
-
 def _zeros(field: Field) -> Mistake | None:
     zero = (field.states == 0).all(dim=-1).cpu()
     if not bool(zero.any()):
@@ -100,10 +83,10 @@ _CUT = "as where a prefix cache or a chunked prefill left rows out"
 _CUT_HINT = "turn prefix caching and chunked prefill off: --engine-arg enable_prefix_caching=false"
 
 
-def _other_layer(suspect: Suspect, tolerance: float) -> Mistake | None:
-    field, last = suspect.field, suspect.probe.states.shape[0] - 2
+def _other_layer(field: Field, probe: Probe, tolerance: float) -> Mistake | None:
+    last = len(probe.states) - 2
     names: list[int | str] = [*range(-1, last + 1), NORMED]
-    errors = {name: float(row_errors(field.states, field.of(suspect.probe, name)).median()) for name in names}
+    errors = {name: field.error(probe, name) for name in names}
     best = min(errors, key=lambda name: errors[name])
     if best == field.layer or errors[best] > tolerance:
         return None
@@ -123,12 +106,11 @@ def _other_layer(suspect: Suspect, tolerance: float) -> Mistake | None:
     return Mistake(f"it matches {what}", "check which layers the engine was started for")
 
 
-def _displaced(suspect: Suspect, tolerance: float) -> Mistake | None:
+def _displaced(field: Field, probe: Probe, tolerance: float) -> Mistake | None:
     """Rows of this sample and layer at other positions: the first rows left out, or all of them late."""
-    field = suspect.field
-    layer = _layer(suspect.probe, field.layer)
+    layer = _layer(probe, field.layer)
     for shift in _shifts(field, layer):
-        positions = np.asarray(field.positions) + shift
+        positions = field.positions + shift
         inside = np.flatnonzero((positions >= 0) & (positions < len(layer)))
         if len(inside) < _MIN_ROWS:
             continue
@@ -150,18 +132,20 @@ def _shifts(field: Field, layer: Tensor) -> list[int]:
     return [shift for shift in dict.fromkeys(shifts) if shift]
 
 
-def _other_request(suspect: Suspect, others: Iterable[tuple[int, Probe]], tolerance: float) -> Mistake | None:
-    field, ids = suspect.field, suspect.samples[suspect.index].input_ids
-    for index, probe in others:
-        theirs = suspect.samples[index].input_ids
+def _other_request(
+    field: Field, sample: Sample, others: Iterable[tuple[int, Sample, Probe]], tolerance: float
+) -> Mistake | None:
+    ids = sample.input_ids
+    for index, other, probe in others:
+        theirs = other.input_ids
         shared = min(len(ids), len(theirs), probe.states.shape[1])
         differs = np.flatnonzero(ids[:shared] != theirs[:shared])
         begin = int(differs[0]) if len(differs) else shared
-        rows = np.flatnonzero((np.asarray(field.positions) >= begin) & (np.asarray(field.positions) < shared))
+        rows = np.flatnonzero((field.positions >= begin) & (field.positions < shared))
         if len(rows) < _MIN_ROWS:
             continue
-        rest = Field(field.name, field.layer, np.asarray(field.positions)[rows], field.states[torch.from_numpy(rows)])
-        if float(row_errors(rest.states, rest.of(probe)).median()) <= tolerance:
+        rest = Field(field.name, field.layer, field.positions[rows], field.states[torch.from_numpy(rows)])
+        if rest.error(probe, field.layer) <= tolerance:
             return Mistake(
                 f"it matches request {index}, so answers were paired with the wrong requests",
                 "pair answers by request id and token ids, never by the order they come in",
@@ -280,19 +264,18 @@ class CrossCheck:
     ) -> Iterator[Field]:
         start = sum(len(request.input_ids) for request in requests[:index])
         final_start = sum(len(request.final_rows) for request in requests[:index])
-        request = requests[index]
-        positions = np.arange(tokens)
         for slot, layer in enumerate(self._spec.aux_layers):
-            yield Field(field_name(layer), layer, positions, captured.aux[slot, start : start + len(positions)])
-        rows = request.final_rows[request.final_rows < tokens]
+            yield Field(field_name(layer), layer, np.arange(tokens), captured.aux[slot, start : start + tokens])
+        rows = requests[index].final_rows
+        rows = rows[rows < tokens]
         layer = len(self._reference.blocks) - 1
-        name = layer if self._spec.final_norm == "pre_norm" else "normed"
+        name = layer if self._spec.final_norm == "pre_norm" else NORMED
         yield Field(FINAL, name, rows, captured.final[final_start : final_start + len(rows)])
 
     def _require_equal(self, field: Field, probe: Probe, index: int, samples: Sequence[Sample]) -> None:
         if not len(field.positions):
             return
-        errors = row_errors(field.states, field.of(probe))
+        errors = row_errors(field.states, field.of(probe, field.layer))
         allowed, outliers = self._tolerance.error, self._tolerance.outliers
         # A NaN compares false, so it counts as too far.
         far = 1.0 - float((errors <= allowed).float().mean())
@@ -300,8 +283,15 @@ class CrossCheck:
             return
         # A mix-up mostly hands out a neighbour's states.
         nearest = sorted((i for i in range(len(samples)) if i != index), key=lambda i: (abs(i - index), i))[:SUSPECTS]
-        suspects = ((other, self._probe(samples[other])) for other in nearest)
-        mistake = likely_mistake(Suspect(field, probe, index, samples), suspects, max(allowed, 1e-3))
+        others = ((other, samples[other], self._probe(samples[other])) for other in nearest)
+        close = max(allowed, 1e-3)
+        mistake = (
+            _zeros(field)
+            or _other_layer(field, probe, close)
+            or _displaced(field, probe, close)
+            or _other_request(field, samples[index], others, close)
+            or _UNKNOWN
+        )
         raise CaptureError(
             f"{field.name} of sample {samples[index].id[:12]} (request {index} of {len(samples)}, "
             f"{samples[index].tokens} tokens) differs from Hugging Face's by {float(errors.median()):.2g} of its size "
@@ -321,9 +311,5 @@ class CrossCheck:
 
 def _is_nearest(field: Field, probe: Probe, error: float) -> bool:
     """In half precision a neighbouring layer may lie within the tolerance; then the named layer must be the nearest."""
-    if error == 0:
-        return True
-    rows = torch.from_numpy(np.asarray(field.positions, dtype=np.int64)).to(probe.states.device)
-    return all(
-        error <= float(row_errors(field.states, states[rows]).median()) for states in (*probe.states, probe.normed)
-    )
+    layers = (*range(-1, len(probe.states) - 1), NORMED)
+    return error == 0 or all(error <= field.error(probe, layer) for layer in layers)

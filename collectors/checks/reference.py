@@ -105,20 +105,15 @@ def open_reference(
 
     It runs on the CPU unless ``options.device`` names another device, for the engine has the GPU. Raises ConfigError:
     as ``load_weights``, where the copy was asked for by name."""
-    found = _open_reference(check, target, options, rank, longest, note)
-    if found.target is None and found.explained is not None:
-        note(found.explained)
-    return found
 
+    def left_out(why: str) -> Reference:
+        explained = (
+            f"not compared with Hugging Face: {why}; no layer profile is written, and a layer one off would go unseen. "
+            f"--check hf compares all the same"
+        )
+        note(explained)
+        return Reference(None, explained=explained)
 
-def _open_reference(
-    check: Check,
-    target: EngineTarget,
-    options: LoadOptions,
-    rank: Rank,
-    longest: int,
-    note: Callable[[str], None],
-) -> Reference:
     if isinstance(target, LoadedTarget):
         return Reference(target, compares=check.mode == "hf")
     if check.mode == "none" or (check.mode == "auto" and not rank.is_first):
@@ -126,14 +121,14 @@ def _open_reference(
     if check.mode == "auto":
         needed, free = weights_bytes(target.folder), free_bytes()
         if needed is None:
-            return _left_out("its weights have no known size")
+            return left_out("its weights have no known size")
         if needed > RAM_SHARE * free:
-            return _left_out(f"its weights take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory is free")
+            return left_out(f"its weights take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory is free")
     device = "cpu" if options.device == "auto" else options.device
     tokens = min(longest, PROFILED_TEXT) + check.samples * min(longest, check.prefix or longest)
     minutes = cpu_seconds(target, tokens) / 60 if device == "cpu" else 0.0
     if check.mode == "auto" and minutes > MOST_MINUTES:
-        return _left_out(f"it would take about {minutes:,.0f} min on this CPU at first, while the engine waits")
+        return left_out(f"it would take about {minutes:,.0f} min on this CPU at first, while the engine waits")
     explained = f"compared with Hugging Face on {device}: {_extent(check)}"
     if minutes >= 0.5:
         explained += f"; about {minutes:,.0f} min on the CPU at first, while the engine waits"
@@ -145,7 +140,7 @@ def _open_reference(
         is_fault = isinstance(error, StorageError) and error.kind != Kind.OUT_OF_MEMORY
         if check.mode == "hf" or is_fault:
             raise
-        return _left_out(error.message)
+        return left_out(error.message)
     return Reference(loaded, True, explained)
 
 
@@ -208,14 +203,6 @@ def typical_norms(profile: LayerProfile | None, layers: tuple[int, ...], width: 
     if profile is None or len(profile.tokens) < MIN_PROFILED_TOKENS:
         return ()
     return tuple(float(np.median(profile.layers[layer + 1].rms[1:])) * width**0.5 for layer in layers)
-
-
-def _left_out(why: str) -> Reference:
-    explained = (
-        f"not compared with Hugging Face: {why}; no layer profile is written, and a layer one off would go unseen. "
-        f"--check hf compares all the same"
-    )
-    return Reference(None, explained=explained)
 
 
 def await_first(location: str | Path, rank: Rank, stop: Callable[[], bool], note: Callable[[str], None]) -> None:

@@ -169,7 +169,7 @@ def _served(
     if engine_python is None:
         yield request
         return
-    from collectors.regenerate.output import refuse_existing
+    from collectors.regenerate.job import refuse_existing
     from hiddenstore.targets.gguf import target_folder
 
     # A server takes half a minute to start: what can be refused before is.

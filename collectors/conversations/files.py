@@ -19,6 +19,7 @@ import ijson
 from hiddenstore.conversation import TABLE_BATCH_ROWS, ColumnFilter, Problem, Row, Source, conversation_columns
 from hiddenstore.errors import ConfigError, Kind, StorageError
 from hiddenstore.files.damage import raise_refusal
+from hiddenstore.targets.folder import first_line
 
 LINES = (".jsonl", ".ndjson")
 SUFFIXES = (*LINES, ".json", ".parquet")
@@ -201,5 +202,4 @@ def _parquet_rows(path: Path, label: str, columns: list[str]) -> Iterator[Row]:
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return ConfigError(f"{path} cannot be read: {reason}", kind=Kind.INPUT_UNREADABLE)
+    return ConfigError(f"{path} cannot be read: {first_line(error)}", kind=Kind.INPUT_UNREADABLE)

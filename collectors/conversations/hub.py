@@ -21,6 +21,7 @@ from hiddenstore.conversation import (
 )
 from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
 from hiddenstore.files.damage import raise_refusal
+from hiddenstore.targets.folder import first_line
 
 _ID = re.compile(r"(?P<name>[^\[\]:]+)(?:\[(?P<config>[^\[\]]+)\])?(?::(?P<split>.+))?")
 _SLICED = re.compile(r"(?P<name>[^\[\]+]+)(?:\[(?P<first>\d*):(?P<last>\d*)\])?")
@@ -129,20 +130,20 @@ def _load(split: HubSplit) -> Any:
         return datasets.load_dataset(name, split.config, split=selection)
     except datasets.exceptions.DatasetNotFoundError as error:
         raise NotFoundError(
-            f"{name} is neither a path nor a dataset that can be found: {_first_line(error)}", kind=Kind.PATH_MISSING
+            f"{name} is neither a path nor a dataset that can be found: {first_line(error)}", kind=Kind.PATH_MISSING
         ) from error
     except (ConfigError, NotFoundError):
         raise  # They are ValueError and KeyError too.
     except (ConnectionError, HTTPError) as error:
         raise StorageError(
-            f"dataset {name} is not on this machine and its hub cannot be reached: {_first_line(error)}",
+            f"dataset {name} is not on this machine and its hub cannot be reached: {first_line(error)}",
             kind=Kind.DATASET_UNREACHABLE,
             hint="run again with a network, or download it first and give its folder",
         ) from error
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
         raise_refusal(error, f"dataset {name}")
         raise ConfigError(
-            f"dataset {name} cannot be loaded: {_first_line(error)}",
+            f"dataset {name} cannot be loaded: {first_line(error)}",
             kind=Kind.INPUT_UNREADABLE,
             hint=f"python -c \"import datasets; print(datasets.get_dataset_config_names('{name}'))\"",
         ) from error
@@ -203,7 +204,3 @@ def _builder(split: HubSplit) -> Any:
 
         folder = snapshot_download(split.name, repo_type="dataset", local_files_only=True)
         return datasets.load_dataset_builder(folder, split.config)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -6,7 +6,6 @@ Shapes: B batch, T tokens of the padded batch, N tokens of the unit, R final row
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -90,12 +89,12 @@ def _rope_parameters(config: object) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where one row of a batch goes; ``rows`` int64 [r] ascending token positions, or a slice of consecutive ones."""
+    """Where one row of a batch goes, its tokens to ``aux`` of the unit, and its positions ``rows`` to ``final``: int64
+    [r] ascending, or a slice of consecutive ones."""
 
-    start: int
+    aux: slice
+    final: slice
     tokens: int
-    final_start: int
-    final_rows: int
     rows: Tensor | slice
 
 
@@ -134,15 +133,12 @@ class StateTap:
     def _take(self, slot: int, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         states = first_tensor(output)
         for row, placement in enumerate(self.batch):
-            out = self.aux[slot, placement.start : placement.start + placement.tokens]
-            out.copy_(states[row, : placement.tokens])
+            self.aux[slot, placement.aux].copy_(states[row, : placement.tokens])
 
     def _take_final(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
         states = first_tensor(args)
         for row, placement in enumerate(self.batch):
-            if placement.final_rows:
-                out = self.final[placement.final_start : placement.final_start + placement.final_rows]
-                out.copy_(states[row, placement.rows])
+            self.final[placement.final].copy_(states[row, placement.rows])
 
 
 Images = Sequence[tuple[ImageEntry, bytes]]
@@ -194,7 +190,7 @@ class HfEngine:
         token_ids = np.empty(sum(lengths), dtype=np.int32)
         next_rows: list[Tensor] = []
         next_tokens: list[Tensor] = []
-        final_rows = sum(placement.final_rows for placement in placements)
+        final_rows = sum(len(request.final_rows) for request in requests)
         tap = StateTap(self.target.parts, self._options.aux_layers, sum(lengths), final_rows)
         with tap, torch.inference_mode(), any_length():
             for batch in self._batches(requests):
@@ -206,12 +202,12 @@ class HfEngine:
                     if images:
                         last = forward_with_images(self.target, ids[0], images, requests[batch[0]].source)
                     else:
-                        last = self._forward(torch.from_numpy(ids).to(self.target.device))
+                        batch_ids = torch.from_numpy(ids).to(self.target.device)
+                        last = self.target.parts.backbone(input_ids=batch_ids, use_cache=False).last_hidden_state
                 except torch.OutOfMemoryError as error:
                     raise self._too_large([requests[i] for i in batch], error) from error
                 for row, placement in enumerate(tap.batch):
-                    end = placement.start + placement.tokens
-                    token_ids[placement.start : end] = ids[row, : placement.tokens]
+                    token_ids[placement.aux] = ids[row, : placement.tokens]
                 rows, tokens = self._next_tokens(last, [requests[i] for i in batch], tap.batch)
                 next_rows.append(rows)
                 next_tokens.append(tokens)
@@ -250,11 +246,6 @@ class HfEngine:
                 hint=f"hiddenstore prepare INPUT -o DATA --target T --max-tokens {self._boundary}",
             )
 
-    def _forward(self, ids: Tensor) -> Tensor:
-        """Post-norm last hidden [B, T, D] of padded ids int64 [B, T]; the hooks fire inside."""
-        states: Tensor = self.target.parts.backbone(input_ids=ids, use_cache=False).last_hidden_state
-        return states
-
     def _next_tokens(
         self, last: Tensor, requests: Sequence[CaptureRequest], placements: Sequence[Placement]
     ) -> tuple[Tensor, Tensor]:
@@ -267,7 +258,7 @@ class HfEngine:
             for k in sorted({rows - 1 - (i * rows) // count for i in range(count)}):
                 batch_rows.append(row)
                 positions.append(int(request.final_rows[k]))
-                final_rows.append(placement.final_start + k)
+                final_rows.append(placement.final.start + k)
         picked = last[torch.tensor(batch_rows, dtype=torch.long), torch.tensor(positions, dtype=torch.long)]
         tokens = self.target.lm_head(picked).argmax(dim=-1)
         return torch.tensor(final_rows, dtype=torch.long), tokens
@@ -306,19 +297,17 @@ def _changed(source: str, entry: ImageEntry, reason: str) -> CaptureError:
 
 
 def _placements(requests: Sequence[CaptureRequest], device: torch.device) -> list[Placement]:
-    starts = accumulate((len(request.input_ids) for request in requests), initial=0)
-    final_starts = accumulate((len(request.final_rows) for request in requests), initial=0)
-    return [
-        Placement(start, len(request.input_ids), final_start, len(request.final_rows), _rows(request, device))
-        for request, start, final_start in zip(requests, starts, final_starts, strict=False)
-    ]
-
-
-def _rows(request: CaptureRequest, device: torch.device) -> Tensor | slice:
-    rows = request.final_rows
-    if len(rows) and int(rows[-1]) - int(rows[0]) + 1 == len(rows):
-        return slice(int(rows[0]), int(rows[-1]) + 1)
-    return torch.from_numpy(rows.astype(np.int64)).to(device)
+    placements, start, final_start = [], 0, 0
+    for request in requests:
+        rows, tokens = request.final_rows, len(request.input_ids)
+        aux, final = slice(start, start + tokens), slice(final_start, final_start + len(rows))
+        if len(rows) and int(rows[-1]) - int(rows[0]) + 1 == len(rows):
+            positions: Tensor | slice = slice(int(rows[0]), int(rows[-1]) + 1)
+        else:
+            positions = torch.from_numpy(rows.astype(np.int64)).to(device)
+        placements.append(Placement(aux, final, tokens, positions))
+        start, final_start = aux.stop, final.stop
+    return placements
 
 
 def _pad(ids: Sequence[np.ndarray]) -> np.ndarray:

@@ -32,7 +32,7 @@ from torch import Tensor
 from collectors.engines import Captured, CaptureRequest, Done, EngineOptions, nobody, raise_if_stopped
 from collectors.engines.assembly import Assembly
 from collectors.engines.resources import Scratch, check_version, choose_devices
-from collectors.targets.load import DTYPE_ALIASES, EngineTarget
+from collectors.targets.load import DTYPE_ALIASES, DTYPES, EngineTarget
 from hiddenstore.doctor import DoctorCheck, version_of
 from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.targets.folder import first_line
@@ -69,7 +69,6 @@ NEEDED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 SUFFIX = ".pt"
 AUX_KEYS = ("aux_hidden_states", "hidden_state_features")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +82,7 @@ class SavedStates:
 
 
 class SavedFolder:
-    """The folder an engine writes into."""
+    """The folder an engine writes into. A torch file is whole with the directory of its zip, which is written last."""
 
     def __init__(self, folder: Path, layers: int, width: int) -> None:
         self.folder = folder
@@ -99,7 +98,7 @@ class SavedFolder:
         """The requests of every file that has become whole since the last call. Raises CaptureError: ``engine-file``,
         ``engine-layers``."""
         for path in self._files():
-            if path in self._in_use or not _is_complete(path):
+            if path in self._in_use or not zipfile.is_zipfile(path):
                 continue
             saved = _load(path)
             self._in_use[path] = len(saved)
@@ -115,15 +114,10 @@ class SavedFolder:
 
     def unfinished(self) -> list[str]:
         """``name (bytes)`` of every file that is not whole."""
-        return [f"{path.name} ({path.stat().st_size} bytes)" for path in self._files() if not _is_complete(path)]
+        return [f"{path.name} ({path.stat().st_size} bytes)" for path in self._files() if not zipfile.is_zipfile(path)]
 
     def _files(self) -> list[Path]:
         return [path for path in self.folder.iterdir() if path.suffix == SUFFIX]
-
-
-def _is_complete(path: Path) -> bool:
-    """A torch file ends with the directory of its zip, which is written last."""
-    return zipfile.is_zipfile(path)
 
 
 def _load(path: Path) -> list[Any]:
@@ -196,7 +190,7 @@ def _tensor(entry: Mapping[Any, Any], key: str, where: str) -> Tensor:
 
 
 def _require_states(states: Tensor, tokens: int, key: str, where: str) -> None:
-    if states.dtype not in DTYPES:
+    if states.dtype not in DTYPES.values():
         raise CaptureError(f"{key} of {where} is {states.dtype}, which is no state", kind=Kind.ENGINE_FILE)
     if states.dim() != 2 or states.shape[0] != tokens:
         raise CaptureError(

@@ -28,7 +28,7 @@ from collectors.engines import (
 )
 from collectors.engines.resources import check_version, choose_devices, major_minor
 from collectors.engines.unit_memory import PLACE, UnitMemory
-from collectors.engines.vllm_server import LATE_S, LayerIds, VllmServer, speculative_config
+from collectors.engines.vllm_server import CONNECTOR_MODULE, LATE_S, LayerIds, VllmServer, speculative_config
 from collectors.targets.load import EngineTarget
 from hiddenstore.doctor import DoctorCheck, install_command, version_of
 from hiddenstore.errors import CaptureError, ConfigError, Kind
@@ -41,7 +41,7 @@ def memory_transfer_config() -> dict[str, Any]:
     """What an engine that this process starts is told, to put states into the memory of their unit."""
     return {
         "kv_connector": "HiddenStoreConnector",
-        "kv_connector_module_path": "collectors.engines.vllm_connector",
+        "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"collector": os.getpid(), "use_synchronization_lock": False},
     }

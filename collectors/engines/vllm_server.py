@@ -3,7 +3,7 @@
 Measured on vLLM 0.32: a file holds ``hidden_states`` [T, n, D] in the model's dtype and ``token_ids`` int64 [T]; a
 writer holds an exclusive ``flock`` on ``<file>.lock`` until the file is whole.
 
-Shapes: T tokens of one request, n ids, D target width.
+Shapes: T tokens of one request, n ids, L aux layers, D target width.
 """
 
 import fcntl
@@ -47,9 +47,7 @@ _SERVER_POLL_S = 0.2
 _PROBE_LINES = 8192
 _PROBE = "The quick brown fox jumps over the lazy dog. 0123456789"
 
-CONNECTOR = "ExampleHiddenStatesConnector"
-CPU_CONNECTOR = "CpuHiddenStatesConnector"
-CPU_CONNECTOR_MODULE = "collectors.engines.vllm_cpu_connector"
+CONNECTOR_MODULE = "collectors.engines.vllm_connector"
 # States that are not there so long after their request was answered will never be.
 LATE_S = 120.0
 
@@ -70,16 +68,6 @@ class LayerIds:
         ids = {*to_convention(aux_layers, "vllm"), num_layers}
         return cls(tuple(sorted(ids)), len(aux_layers))
 
-    def split(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """aux [L, T, D], final [T, D], views of the states [T, n, D] of one request; CaptureError ``engine-shape``."""
-        if states.ndim != 3 or states.shape[1] != len(self.ids):
-            raise CaptureError(
-                f"vLLM gave states {list(states.shape)}, expected [tokens, {len(self.ids)}, width] for its layer ids "
-                f"{list(self.ids)}",
-                kind=Kind.ENGINE_SHAPE,
-            )
-        return states[:, : self.aux].transpose(0, 1), states[:, -1]
-
 
 def speculative_config(layer_ids: LayerIds) -> dict[str, Any]:
     """What vLLM's ``speculative_config`` says to hand out hidden states."""
@@ -93,11 +81,11 @@ def speculative_config(layer_ids: LayerIds) -> dict[str, Any]:
 def kv_transfer_config(folder: str, on_cpu: bool = False) -> dict[str, Any]:
     """What vLLM's ``kv_transfer_config`` says to write them below ``folder``."""
     config: dict[str, Any] = {
-        "kv_connector": CPU_CONNECTOR if on_cpu else CONNECTOR,
+        "kv_connector": "CpuHiddenStatesConnector" if on_cpu else "ExampleHiddenStatesConnector",
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": folder},
     }
-    return config | ({"kv_connector_module_path": CPU_CONNECTOR_MODULE} if on_cpu else {})
+    return config | ({"kv_connector_module_path": CONNECTOR_MODULE} if on_cpu else {})
 
 
 def server_command(target: EngineTarget, layer_ids: LayerIds) -> str:
@@ -108,8 +96,8 @@ def server_command(target: EngineTarget, layer_ids: LayerIds) -> str:
     return shlex.join(words)
 
 
-# token_ids int32 [T], states [T, n, D], the token sampled after the last.
-_Answer = tuple[np.ndarray, Tensor, int | None]
+# token_ids int32 [T], aux [L, T, D], final [T, D], the token sampled after the last.
+_Answer = tuple[np.ndarray, Tensor, Tensor, int | None]
 
 
 class StateFile:
@@ -120,17 +108,17 @@ class StateFile:
         self._lock = self.path.with_name(f"{self.path.name}.lock")
         self._answered_s = time.monotonic()
 
-    def read(self) -> tuple[np.ndarray, Tensor] | None:
-        """token_ids int32 [T], states [T, n, D]; None while it is written. Raises CaptureError: ``states-late``,
+    def read(self) -> tuple[np.ndarray, Tensor]:
+        """token_ids int32 [T], states [T, n, D] once the file is whole. Raises CaptureError: ``states-late``,
         ``engine-file``."""
-        if not self._is_complete():
+        while not self._is_complete():
             if time.monotonic() - self._answered_s > LATE_S:
                 raise CaptureError(
                     f"vLLM answered a request, but {self.path} is not there after {LATE_S:.0f} s",
                     kind=Kind.STATES_LATE,
                     hint="vLLM's log says why it could not be written: a full folder is the usual reason",
                 )
-            return None
+            time.sleep(0.002)
         try:
             with safe_open(self.path, framework="pt") as file:
                 tokens, states = file.get_tensor(_TOKENS), file.get_tensor(_STATES)
@@ -138,12 +126,6 @@ class StateFile:
             raise_refusal(error, self.path)
             raise CaptureError(f"cannot read {self.path}: {error}", kind=Kind.ENGINE_FILE) from error
         return tokens.numpy().astype(np.int32), states
-
-    def wait(self) -> tuple[np.ndarray, Tensor]:
-        """As ``read``, but waits until the file is whole."""
-        while (states := self.read()) is None:
-            time.sleep(0.002)
-        return states
 
     def remove(self) -> None:
         """Remove the file and its lock; CaptureError ``engine-file`` where this user may not."""
@@ -185,7 +167,6 @@ class VllmServer:
         settings = read_settings("vllm with --server", options.extra, SETTINGS)
         self.target = target
         self._layer_ids = LayerIds.of(options.aux_layers, target.folder.num_layers)
-        self._layers = len(options.aux_layers)
         self._scratch = options.scratch
         self._concurrency = int(settings["concurrency"])
         self._command = server_command(target, self._layer_ids)
@@ -245,7 +226,7 @@ class VllmServer:
         self, requests: Sequence[CaptureRequest], stop: Callable[[], bool] = lambda: False, done: Done = nobody
     ) -> Captured:
         """States of one unit; at most ``concurrency`` requests, and as many files, are under way at one time."""
-        assembly = Assembly(requests, self._layers, self.target.head.hidden_size, done=done)
+        assembly = Assembly(requests, self._layer_ids.aux, self.target.head.hidden_size, done=done)
         with ThreadPoolExecutor(self._concurrency, thread_name_prefix="vllm") as pool:
             running: dict[Future[_Answer], int] = {}
             waiting = iter(enumerate(requests))
@@ -257,8 +238,7 @@ class VllmServer:
                         return assembly.captured()
                     ended, _ = wait(running, timeout=_SERVER_POLL_S, return_when=FIRST_COMPLETED)
                     for future in ended:
-                        token_ids, states, next_token = future.result()
-                        assembly.put(running.pop(future), token_ids, *self._layer_ids.split(states), next_token)
+                        assembly.put(running.pop(future), *future.result())
                     raise_if_stopped(stop)
             finally:
                 # Those under way still remove their files; the pool waits for them.
@@ -273,7 +253,7 @@ class VllmServer:
         path, prompt, next_token = self._client.post("/v1/completions", body, _read_completion)
         file = StateFile(self._path(path))
         try:
-            token_ids, states = file.wait()
+            token_ids, states = file.read()
         finally:
             file.remove()
         if prompt is not None and prompt != ids:
@@ -290,7 +270,7 @@ class VllmServer:
                 kind=Kind.SERVER_UNFIT,
                 hint=self._command,
             )
-        return token_ids, states, next_token
+        return token_ids, states[:, : self._layer_ids.aux].transpose(0, 1), states[:, -1], next_token
 
     def _path(self, named: str | None) -> Path:
         """Where the states of an answer are on this machine."""

@@ -4,16 +4,14 @@ Which conversations share a batch follows from the input and the answers alone, 
 same answers as one that was not.
 """
 
-import os
-import threading
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
 from queue import Empty
@@ -22,14 +20,14 @@ from typing import Any
 import torch
 
 from collectors.regenerate.generate import Answer, Sampling, Task, generate_batch, prompt_batches
-from collectors.regenerate.options import RegenerateOptions
+from collectors.regenerate.options import RegenerateOptions, open_answering
 from collectors.regenerate.rewrite import AnswerAll, Beat, Recorded, Reply, Rewrite, Take
 from collectors.targets.load import LoadedTarget, load_target
-from collectors.tokenize.template import read_template
+from collectors.tokenize.batches import end_with_parent
 from hiddenstore.conversation import TEMPLATE_KWARGS
 from hiddenstore.errors import ConfigError, Kind, StorageError
 from hiddenstore.records import LOOP_SHARE, repeated_share
-from hiddenstore.targets.folder import TargetFolder, open_target
+from hiddenstore.targets.folder import TargetFolder
 from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of, template_of
 from hiddenstore.threads import usable_cores
 
@@ -39,10 +37,6 @@ _POLL_S = 0.5
 Batch = list[tuple[Rewrite, list[int]]]
 Submit = Callable[[Sequence[Task], Beat], Iterator[tuple[str, int, Answer]]]
 """Answers batches: name of the batch, row and answer, as each ends."""
-Opening = tuple[str, str | None, str | None, bool, str | None]
-"""Arguments of ``open_target``."""
-Load = tuple[Opening, str | None, str]
-"""``Opening``, dtype and device."""
 
 
 def open_in_process(options: RegenerateOptions) -> tuple[str, AnswerAll]:
@@ -51,18 +45,13 @@ def open_in_process(options: RegenerateOptions) -> tuple[str, AnswerAll]:
     if others := sorted(options.extra.keys() - {TEMPLATE_KWARGS}):
         problem = f"extra.{others[0]} is a member of requests to a server, and the target answers in this process"
         raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint="--server URL, or --engine-python PY with --target T")
-    folder = open_target(*_opening(options))
+    folder = open_answering(options, str(options.target))
     if not folder.tokenizer.chat_template:
         raise ConfigError(f"target {folder.label} has no chat template", kind=Kind.TEMPLATE_MISSING)
     sampling = Sampling(options.temperature, options.limit, options.seed or 0, options.top_p or 1.0)
     # Another adapter in a folder of the same name would give other answers.
     label = folder.label if folder.adapter is None else f"{folder.label}@{folder.adapter.sha256[:8]}"
     return label, _InProcess(folder, sampling, options).answer_all
-
-
-def _opening(options: RegenerateOptions) -> Opening:
-    template = read_template(options.template)
-    return str(options.target), options.revision, template, options.trust_remote_code, options.adapter
 
 
 @dataclass(frozen=True)
@@ -141,10 +130,8 @@ class _InProcess:
 
             yield answer
             return
-        threads = max(1, usable_cores() // options.workers)
-        opening = (folder.name, folder.revision, *_opening(options)[2:])
-        load = (opening, options.dtype, options.device)
-        with WorkerPool(options.workers, load, threads) as pool:
+        resolved = replace(options, target=folder.name, revision=folder.revision)
+        with WorkerPool(resolved, max(1, usable_cores() // options.workers)) as pool:
             yield partial(pool.answer, sampling)
 
 
@@ -159,16 +146,16 @@ def _answers(batches: dict[str, Batch], turn: int, submit: Submit, beat: Beat) -
 
 
 class WorkerPool:
-    """``workers`` processes of ``threads`` threads, each with the target, that share batches of prompts. Leaving it
-    stops them at their next token; they end with the process that started them, however that ended."""
+    """``options.workers`` processes of ``threads`` threads, each with the target, that share batches of prompts.
+    Leaving it stops them at their next token; they end with the process that started them, however that ended."""
 
-    def __init__(self, workers: int, load: Load, threads: int) -> None:
+    def __init__(self, options: RegenerateOptions, threads: int) -> None:
         # spawn, not fork: a forked child would inherit torch's thread pools in an undefined state.
         context = get_context("spawn")
         self._messages: Queue[Any] = context.Queue()
         self._stop = context.Event()
-        start = (load, threads, self._messages, self._stop)
-        self._pool = ProcessPoolExecutor(workers, context, _start_worker, start)
+        start = (options, threads, self._messages, self._stop)
+        self._pool = ProcessPoolExecutor(options.workers, context, _start_worker, start)
 
     def __enter__(self) -> "WorkerPool":
         return self
@@ -218,20 +205,12 @@ class _StoppedError(Exception):
     """The parent wants no more answers."""
 
 
-def _start_worker(load: Load, threads: int, messages: "Queue[Any]", stop: Event) -> None:
+def _start_worker(options: RegenerateOptions, threads: int, messages: "Queue[Any]", stop: Event) -> None:
     global _target, _messages, _stop
     _messages, _stop = messages, stop
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     torch.set_num_threads(threads)
-    opening, dtype, device = load
-    _target = load_target(open_target(*opening), dtype, device)
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+    _target = load_target(open_answering(options, str(options.target)), options.dtype, options.device)
 
 
 def _answer(sampling: Sampling, prompts: list[list[int]], name: str) -> None:

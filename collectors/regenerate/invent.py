@@ -11,10 +11,9 @@ from typing import Any
 
 from collectors.regenerate.answers import claim_settings
 from collectors.regenerate.generate import Sampling, generate_batch
-from collectors.regenerate.options import RegenerateOptions, require_possible
-from collectors.regenerate.output import refuse_existing
+from collectors.regenerate.job import refuse_existing
+from collectors.regenerate.options import RegenerateOptions, open_answering, require_possible
 from collectors.targets.load import LoadedTarget, load_target
-from collectors.tokenize.template import read_template
 from hiddenstore.console.progress import Progress
 from hiddenstore.errors import CaptureError, ConfigError, InterruptError, Kind
 from hiddenstore.fs import require_local
@@ -22,7 +21,7 @@ from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import make_folder, replace_file
 from hiddenstore.records import LOOP_SHARE, repeated_share
 from hiddenstore.targets.checkpoint import checkpoint_sha256
-from hiddenstore.targets.folder import TargetFolder, open_target
+from hiddenstore.targets.folder import TargetFolder
 from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of, template_of
 
 LONGEST_QUESTION = 96
@@ -48,9 +47,7 @@ def invent(options: RegenerateOptions, count: int, stopping: Callable[[], bool] 
     out = require_local(options.out, "a file of answers")
     refuse_existing(out, options.rows_per_file)
     path, dropped = questions_file(out), Counter[str]()
-    template = read_template(options.template)
-    target_name = str(options.target)
-    folder = open_target(target_name, options.revision, template, options.trust_remote_code, options.adapter)
+    folder = open_answering(options, str(options.target))
     make_folder(out.parent)
     _claim(path, options, folder)
     rows = _rows(path)

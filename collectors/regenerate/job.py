@@ -5,13 +5,19 @@ or behind an OpenAI-compatible server. Answers are kept as they come in ``OUT.an
 a kill, and the last of ``--shard i/n`` to finish writes ``OUT`` in the order of the input.
 """
 
+import io
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from collectors.conversations.mix import open_sources
 from collectors.regenerate.answers import AnswerLog, AnswersFolder
@@ -22,19 +28,40 @@ from collectors.regenerate.options import (
     require_possible,
     target_digests,
 )
-from collectors.regenerate.output import refuse_existing, rows_into
 from collectors.regenerate.rewrite import Reply, Rewrite
 from hiddenstore.console.output import output
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import plural
-from hiddenstore.conversation import TEMPLATE_KWARGS, Conversation, Source, parse_row, way_to_keep
+from hiddenstore.conversation import (
+    FINISH_REASON,
+    MEMBERS_OF_TEXT,
+    TEMPLATE_KWARGS,
+    TOOLS_COLUMN,
+    WEIGHT,
+    Conversation,
+    Source,
+    parse_row,
+    way_to_keep,
+)
 from hiddenstore.errors import CaptureError, ConfigError, InterruptError, Kind, NotFoundError
 from hiddenstore.fs import require_local
+from hiddenstore.fs.publish import new_file, new_folder, refuse_existing_file, refuse_existing_folder
+from hiddenstore.fs.seam import WritableFile
 
 COUNTED_BYTES = 64 << 20
 """Inputs up to this size are read through once before the first answer, to say how many there will be."""
 LOOKED_AT, MOST_CUT = 200, 0.1
 """Of so many answers at the beginning no larger share should meet the limit."""
+
+Row = dict[str, Any]
+
+_TEXTS = ("role", "content", FINISH_REASON, *MEMBERS_OF_TEXT)
+_MESSAGE = pa.struct([(name, pa.string()) for name in (*_TEXTS, "tool_calls")] + [(WEIGHT, pa.int8())])
+_BESIDE = (TOOLS_COLUMN, TEMPLATE_KWARGS)
+SCHEMA = pa.schema([("messages", pa.list_(_MESSAGE)), *((name, pa.string()) for name in _BESIDE)])
+"""Columns of a parquet file: ``tool_calls`` and those beside the messages are JSON text, for their members differ by
+row."""
+_GROUP_ROWS = 1000
 
 
 def regenerate(options: RegenerateOptions, stopping: Callable[[], bool] = lambda: False) -> RegenerateReport:
@@ -238,3 +265,64 @@ def _write(sources: list[Source], options: RegenerateOptions, folder: AnswersFol
             problem = f"none of {plural(report.read, 'conversation')} has an answer to learn from: {reasons}"
             raise CaptureError(problem, kind=Kind.NOTHING_ANSWERED, hint=f"rm -r {folder.path} has them answered again")
     return report
+
+
+def refuse_existing(out: Path, rows_per_file: int | None) -> None:
+    """Raise ConflictError ``output-exists`` where something lies at ``out``."""
+    (refuse_existing_folder if rows_per_file else refuse_existing_file)(out)
+
+
+@contextmanager
+def rows_into(out: Path, rows_per_file: int | None = None) -> Iterator[Callable[[Row], None]]:
+    """What takes each row with ``messages``; all of it is there in the end, or nothing. ``out`` is a file of JSON
+    lines, or parquet by its name, or with ``rows_per_file`` a folder of parquet files with so many rows each. Raises
+    ConflictError: ``output-exists``. StorageError: the disk refused."""
+    if rows_per_file is not None:
+        numbers = count()
+        with new_folder(out) as folder:
+
+            def write_file(table: pa.Table) -> None:
+                with (folder / f"train-{next(numbers):05}.parquet").open("wb", buffering=0) as part:
+                    pq.write_table(table, part)
+
+            yield from _grouped(rows_per_file, write_file)
+    elif out.suffix == ".parquet":
+        with new_file(out) as file, pq.ParquetWriter(_Sink(file), SCHEMA) as writer:
+            yield from _grouped(_GROUP_ROWS, writer.write_table)
+    else:
+        with new_file(out) as file:
+            yield lambda row: file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+
+
+def _grouped(size: int, write: Callable[[pa.Table], None]) -> Iterator[Callable[[Row], None]]:
+    """What takes rows for ``write``, so many at once; the rest where nothing goes wrong."""
+    rows: list[Row] = []
+
+    def take(row: Row) -> None:
+        messages = [{**message, "tool_calls": _json_text(message.get("tool_calls"))} for message in row["messages"]]
+        rows.append({"messages": messages, **{name: _json_text(row.get(name)) for name in _BESIDE}})
+        if len(rows) == size:
+            write(pa.Table.from_pylist(rows, schema=SCHEMA))
+            rows.clear()
+
+    yield take
+    if rows:
+        write(pa.Table.from_pylist(rows, schema=SCHEMA))
+
+
+class _Sink(io.RawIOBase):
+    """A new file as pyarrow writes one."""
+
+    def __init__(self, file: WritableFile) -> None:
+        self._new = file
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._new.write(memoryview(data))
+        return len(data)
+
+
+def _json_text(value: Any) -> str | None:
+    return json.dumps(value, ensure_ascii=False) if value else None

@@ -15,7 +15,7 @@ from hiddenstore.conversation import TEMPLATE_KWARGS, Problem, Row, parse_row
 from hiddenstore.errors import ConfigError, HiddenstoreError, Kind
 from hiddenstore.settings import plain_value
 from hiddenstore.targets.checkpoint import checkpoint_sha256
-from hiddenstore.targets.folder import open_target
+from hiddenstore.targets.folder import TargetFolder, open_target
 
 TARGET_DIGESTS = ("checkpoint_sha256", "config_sha256", "chat_template_sha256")
 LIMIT_HERE, LIMIT_OF_A_SERVER = 256, 2048
@@ -213,15 +213,20 @@ def _template_sha256(file: str | Path) -> str:
     return hashlib.sha256(str(read_template(file)).encode()).hexdigest()[:16]
 
 
+def open_answering(options: RegenerateOptions, name: str) -> TargetFolder:
+    """The target that answers, with its template; raises as ``read_template`` and ``open_target``."""
+    template = read_template(options.template)
+    return open_target(name, options.revision, template, options.trust_remote_code, options.adapter)
+
+
 def target_digests(options: RegenerateOptions) -> dict[str, str | None]:
     """Which target answers, beside its name: another checkpoint may lie in the same folder. None of a server that was
     started by others, and of what an engine alone can read. Raises as ``open_target`` and ``checkpoint_sha256``."""
     name = options.target or options.serves
     if name is None:
         return {}
-    template = read_template(options.template)
     try:
-        folder = open_target(name, options.revision, template, options.trust_remote_code, options.adapter)
+        folder = open_answering(options, name)
     except HiddenstoreError:
         if options.target is not None:
             raise

@@ -28,7 +28,6 @@ from schemas.capture import TargetIdentity
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
-_STORED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,10 +82,6 @@ class LoadedTarget(EngineTarget):
     @property
     def blocks(self) -> list[nn.Module]:
         return self.parts.blocks
-
-    @property
-    def final_norm(self) -> nn.Module:
-        return self.parts.final_norm
 
     @property
     def lm_head(self) -> nn.Module:
@@ -207,7 +202,7 @@ def _read(
         raise unreadable(folder, f"has no tensor {name}")
     stored_name = names[0]
     tensor = read_tensor(folder, files, stored_name)
-    if tensor.dtype not in _STORED or tensor.shape != expected.shape:
+    if tensor.dtype not in DTYPES.values() or tensor.shape != expected.shape:
         raise unreadable(
             folder,
             f"holds {stored_name} as {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, expected bf16, "

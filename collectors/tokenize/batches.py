@@ -223,16 +223,20 @@ def _start_worker(rules: SampleRules) -> None:
     _rules = rules
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
 
 
-def _end_with_parent() -> None:
-    """A worker waits for rows on a pipe whose other end it holds too: it would outlive a killed parent for ever."""
+def end_with_parent() -> None:
+    """A worker waits for work on a pipe whose other end it holds too: it would outlive a killed parent for ever."""
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        with suppress(OSError):
-            parent.join()
-        os._exit(1)
+
+    def wait() -> None:
+        if parent is not None:
+            with suppress(OSError):
+                parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _is_started() -> bool:

@@ -153,53 +153,46 @@ def find_turns(prefixes: Prefixes, answers: dict[int, Range]) -> list[Turn]:
     return turns
 
 
-class TokenMap:
-    """Maps ranges of a text to spans of its tokens: a token belongs to a range when it overlaps it.
+Spans = Callable[[int, int], Range]
+"""Which tokens overlap characters [start, end) of a text, as [first, last + 1)."""
+
+
+def spans_by_offset(offsets: Sequence[Range]) -> Spans:
+    """From the character range of each token, as fast tokenizers give it.
 
     This is what ``return_assistant_tokens_mask`` of transformers marks, save that there a character made of several
     tokens loses all but the first at the end of a range.
     """
+    starts, ends = np.maximum.accumulate(np.asarray(offsets, dtype=np.int64).reshape(-1, 2)).T
 
-    def __init__(self, starts: np.ndarray, ends: np.ndarray) -> None:
-        self._starts = np.maximum.accumulate(starts) if len(starts) else starts
-        self._ends = np.maximum.accumulate(ends) if len(ends) else ends
+    def span(start: int, end: int) -> Range:
+        first = int(np.searchsorted(ends, start, side="right"))
+        return first, max(first, int(np.searchsorted(starts, end, side="left")))
 
-    @classmethod
-    def from_offsets(cls, offsets: Sequence[Range]) -> "TokenMap":
-        """From the character range of each token, as fast tokenizers give it."""
-        pairs = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
-        return cls(pairs[:, 0], pairs[:, 1])
-
-    def span(self, start: int, end: int) -> Range:
-        """Tokens that overlap characters [start, end), as [first, last + 1)."""
-        first = int(np.searchsorted(self._ends, start, side="right"))
-        last = int(np.searchsorted(self._starts, end, side="left"))
-        return first, max(first, last)
+    return span
 
 
-class EncodedTokenMap(TokenMap):
+def spans_by_encoding(text: str, ids: Sequence[int], encode: Callable[[str], Sequence[int]]) -> Spans:
     """The same for a tokenizer without offsets, by encoding the text up to a character and comparing ids."""
 
-    def __init__(self, text: str, ids: Sequence[int], encode: Callable[[str], Sequence[int]]) -> None:
-        self._text, self._ids, self._encode = text, ids, encode
-
-    def span(self, start: int, end: int) -> Range:
-        first, _ = self._common(start)
-        last, is_cut = self._common(end)
-        return first, max(first, min(len(self._ids), last + is_cut))
-
-    def _common(self, at: int) -> tuple[int, bool]:
+    def common(at: int) -> tuple[int, bool]:
         """How many ids the text up to character ``at`` shares with all of it, and whether it has more."""
-        prefix = self._encode(self._text[:at])
-        shared = next((i for i, (a, b) in enumerate(zip(prefix, self._ids, strict=False)) if a != b), None)
-        if shared is None:
-            shared = min(len(prefix), len(self._ids))
+        prefix = encode(text[:at])
+        shortest = min(len(prefix), len(ids))
+        shared = next((i for i in range(shortest) if prefix[i] != ids[i]), shortest)
         return shared, shared < len(prefix)
 
+    def span(start: int, end: int) -> Range:
+        first, _ = common(start)
+        last, is_cut = common(end)
+        return first, max(first, min(len(ids), last + is_cut))
 
-def token_spans(turns: Sequence[Turn], tokens: TokenMap) -> np.ndarray:
+    return span
+
+
+def token_spans(turns: Sequence[Turn], spans_of: Spans) -> np.ndarray:
     """int32 [n, 3] of (role, start, end), disjoint: a token two turns share belongs to the assistant's."""
-    ranges = [(turn.role, *tokens.span(turn.start, turn.end)) for turn in turns]
+    ranges = [(turn.role, *spans_of(turn.start, turn.end)) for turn in turns]
     spans: list[tuple[int, int, int]] = []
     for (role, first, last), following in zip_longest(ranges, ranges[1:]):
         start = max(first, spans[-1][2] if spans else 0)
@@ -372,7 +365,7 @@ class ChatTemplate:
         prompt = self.render(conversation, last, prompt=True)[0].rstrip() if last else ""
         return bool(content.strip()) and prompt.endswith(tuple(opening for opening, _ in tags))
 
-    def _encode(self, texts: list[str]) -> list[tuple[list[int], TokenMap]]:
+    def _encode(self, texts: list[str]) -> list[tuple[list[int], Spans]]:
         if not texts:
             return []
         is_fast = bool(self.tokenizer.is_fast)
@@ -385,17 +378,16 @@ class ChatTemplate:
             verbose=False,
         )
         if is_fast:
-            maps = [TokenMap.from_offsets(offsets) for offsets in encoded["offset_mapping"]]
-            return list(zip(encoded["input_ids"], maps, strict=True))
+            return list(zip(encoded["input_ids"], map(spans_by_offset, encoded["offset_mapping"]), strict=True))
 
         def encode(text: str) -> list[int]:
             return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
         pairs = zip(texts, encoded["input_ids"], strict=True)
-        return [(ids, EncodedTokenMap(text, ids, encode)) for text, ids in pairs]
+        return [(ids, spans_by_encoding(text, ids, encode)) for text, ids in pairs]
 
     def _masked(
-        self, conversation: Conversation, text: str, tagged: list[Range], ids: list[int], tokens: TokenMap
+        self, conversation: Conversation, text: str, tagged: list[Range], ids: list[int], spans_of: Spans
     ) -> Tokenised | Problem:
         prefixes = self.prefixes(conversation, text)
         try:
@@ -418,17 +410,17 @@ class ChatTemplate:
             ends.append((answers[index][1], end))
         mask = np.zeros(len(ids), dtype=np.uint8)
         for start, end in [(0, len(text))] if self.loss_on == "all" else supervised:
-            mask[slice(*tokens.span(start, end))] = 1
+            mask[slice(*spans_of(start, end))] = 1
         if not self.think_loss:
             thoughts = reasoning_ranges(text, list(answers.values()) if self.loss_on == "all" else supervised)
             thoughts += stated_reasoning_ranges(conversation.messages, text, answers, thoughts)
             for start, end in thoughts:
-                mask[slice(*tokens.span(start, end))] = 0
+                mask[slice(*spans_of(start, end))] = 0
         for start, end in ends:
-            mask[slice(*tokens.span(start, end))] = 0
+            mask[slice(*spans_of(start, end))] = 0
         if not mask.any():
             return Problem(conversation.location, NOTHING_SUPERVISED, "no token of it is supervised")
-        spans = token_spans(find_turns(prefixes, answers), tokens)
+        spans = token_spans(find_turns(prefixes, answers), spans_of)
         losses = is_reasoning_lost(conversation, text), is_unlearned, are_words_lost(conversation, prefixes.message)
         return Tokenised(conversation.location, np.asarray(ids, dtype=np.int32), mask, spans, *losses)
 

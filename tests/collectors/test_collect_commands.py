@@ -135,7 +135,7 @@ def test_plan_says_what_fits_where_the_chosen_recipe_does_not(
         row["recipe"]: row["bytes_on_disk"] for row in call_json(capsys, "plan", data, "--target", target)["recipes"]
     }
     for free, said in ((needed["safe"], "what fits: compact, tiny"), (10, "no recipe fits")):
-        monkeypatch.setattr("collectors.capture.estimate.free_bytes", lambda _place, free=free: free)
+        monkeypatch.setattr("hiddenstore.fs.local.LocalFilesystem.free_bytes", lambda _fs, free=free: free)
         assert call("plan", data, "--target", target) == 0
         told = capsys.readouterr().err
         assert "warning: safe needs " in told

@@ -12,12 +12,12 @@ import torch
 
 from collectors.capture.job import collect
 from collectors.capture.options import CollectOptions
-from collectors.capture.states import requests_of
 from collectors.checks import crosscheck
 from collectors.checks.capture import CheckSpec
 from collectors.checks.crosscheck import CrossCheck, row_errors
 from collectors.checks.reference import Check, parse_check
 from collectors.engines import Captured, CaptureRequest, EngineOptions
+from collectors.engines.assembly import requests_of
 from collectors.engines.hf import HfEngine
 from collectors.targets.load import LoadedTarget
 from hiddenstore.errors import CaptureError, ConfigError

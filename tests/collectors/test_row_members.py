@@ -13,9 +13,8 @@ from tiny_templates import CHATML, CHATML_TAGGED, STRIPS_THOUGHTS, chat, tiny_ta
 
 from collectors.conversations.mix import open_sources
 from collectors.conversations.prompts import Augmentation, Variant, write_prompts
-from collectors.regenerate.job import regenerate
+from collectors.regenerate.job import regenerate, rows_into
 from collectors.regenerate.options import RegenerateOptions
-from collectors.regenerate.output import rows_into
 from collectors.regenerate.rewrite import Reply, Rewrite
 from collectors.tokenize.prepare import prepare
 from collectors.tokenize.template import ChatTemplate, Tokenised

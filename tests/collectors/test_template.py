@@ -28,8 +28,8 @@ from tiny_templates import (
 )
 from transformers import ByT5Tokenizer
 
+from collectors.tokenize.prepare import check_template, refuse_if_unstable
 from collectors.tokenize.template import ChatTemplate, Tokenised, read_template
-from collectors.tokenize.trial import check_template, refuse_if_unstable
 from hiddenstore.conversation import Conversation, Problem, Row, parse_row
 from hiddenstore.errors import ConfigError, FormatError, NotFoundError
 from hiddenstore.targets import rendering

@@ -63,7 +63,7 @@ def extracting(folder: Path) -> Any:
         },
         kv_transfer_config={
             "kv_connector": "CpuHiddenStatesConnector",
-            "kv_connector_module_path": "collectors.engines.vllm_cpu_connector",
+            "kv_connector_module_path": "collectors.engines.vllm_connector",
             "kv_role": "kv_producer",
             "kv_connector_extra_config": {"shared_storage_path": str(folder)},
         },
