@@ -151,10 +151,9 @@ class TokenBatches(IterableDataset[GlobalBatch]):
         """Tokens of one epoch, over all ranks."""
         return int(self._lengths.sum(dtype=np.int64))
 
-    def plan(self, epoch: int, start: int = 0) -> Iterator[tuple[BatchPlan, list[str]]]:
-        """Every global batch of an epoch from sample ``start`` on, with its sample ids in the global order."""
-        for batch, slots in self._plan(self._start.seed, epoch, start):
-            yield batch, [slot.id for slot in slots]
+    def plan(self, epoch: int, start: int = 0) -> Iterator[tuple[BatchPlan, list[SampleSlot]]]:
+        """Every global batch of an epoch from sample ``start`` on, with its samples in the global order."""
+        return self._plan(self._start.seed, epoch, start)
 
     def batches_per_epoch(self, epoch: int = 0) -> int:
         """Global batches of an epoch; epochs differ a little because their orders do."""

@@ -227,7 +227,7 @@ def test_the_order_does_not_depend_on_how_the_store_lists_its_samples() -> None:
 
 def test_a_damaged_sample_surfaces_at_its_batch_and_is_never_skipped() -> None:
     store = MemoryStore(LENGTHS)
-    plan = [ids for _, ids in batches_of(store).plan(0)]
+    plan = [[slot.id for slot in slots] for _, slots in batches_of(store).plan(0)]
     store.broken = {plan[2][0]}
     iterator = iter(batches_of(store))
     assert [next(iterator).all_sample_ids for _ in range(2)] == plan[:2]
@@ -328,7 +328,7 @@ def test_iterating_again_starts_where_the_first_iteration_did() -> None:
 def test_prefetch_stays_inside_its_byte_budget() -> None:
     store = MemoryStore(LENGTHS * 3)
     tight = batches_of(store, prefetch_bytes=1, threads=8, batch_tokens=30)
-    longest_batch = max(len(ids) for _, ids in tight.plan(0))
+    longest_batch = max(len(slots) for _, slots in tight.plan(0))
     assert len(list(tight)) == tight.batches_per_epoch()
     assert store.most_reading <= longest_batch
 

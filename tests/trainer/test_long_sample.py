@@ -23,7 +23,7 @@ from trainer import settings
 from trainer.parallel.group import ProcessGroup, process_group
 from trainer.settings import activation_bytes, load_config
 from trainer.train import loop
-from trainer.train.loop import walk_longest
+from trainer.train.loop import walk_largest
 from trainer.train.run_folder import TrainOptions
 from trainer.train.state import TrainState, build_state, token_batches
 from trainer.train.step import steps
@@ -130,7 +130,7 @@ def state_of(store: Store, run: Path, words: list[str], group: ProcessGroup) -> 
         return build_state(TrainOptions(store.path, run, None, None, tuple(words)), group, lock)
 
 
-def test_the_longest_pack_is_walked_before_the_first_step_and_changes_nothing(
+def test_the_largest_pack_is_walked_before_the_first_step_and_changes_nothing(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [*WORDS[2:], "data.batch_tokens=150", "train.max_steps=6", "train.validate_every=0"]
@@ -140,7 +140,7 @@ def test_the_longest_pack_is_walked_before_the_first_step_and_changes_nothing(
     monkeypatch.setattr(loop, "_walk", lambda state, pack: (walked.append(pack.tokens), walk(state, pack)))
     state = state_of(store, tmp_path / "two", words, ProcessGroup(Rank()))
     before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
-    walk_longest(state)
+    walk_largest(state)
     assert walked == [LONG]
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.model.state_dict().items())
     assert state.optimizer.tensors() == {}
@@ -148,15 +148,17 @@ def test_the_longest_pack_is_walked_before_the_first_step_and_changes_nothing(
     assert [metrics.loss for _, metrics in steps(state)] == straight
 
 
-def test_packs_of_many_samples_are_walked_where_they_are_the_longest(tmp_path: Path) -> None:
+def test_packs_of_many_samples_are_walked_where_they_are_the_largest(tmp_path: Path) -> None:
     state = state_of(tiny_store(tmp_path), tmp_path / "run", WORDS, ProcessGroup(Rank()))
-    plans = [plan for plan, _ in state.batches.plan(0)]
-    pack = loop._longest_pack(state.batches, plans)
-    assert pack.tokens == max(sum(plan.lengths[i - plan.start] for i in pack) for plan in plans for pack in plan.packs)
+    plans = list(state.batches.plan(0))
+    pack = loop._largest_pack(state.batches, plans)
+    rows = {slot.id: slot.tokens + slot.final_rows for _, slots in plans for slot in slots}
+    packs = [[slots[i - plan.start].id for i in pack] for plan, slots in plans for pack in plan.packs]
+    assert sum(rows[name] for name in pack.sample_ids) == max(sum(rows[name] for name in names) for names in packs)
     assert len(pack.sample_ids) > 1
 
 
-def test_a_longest_pack_that_memory_does_not_hold_is_told_with_what_helps(
+def test_a_largest_pack_that_memory_does_not_hold_is_told_with_what_helps(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = state_of(store, tmp_path / "run", [*WORDS[2:], "data.batch_tokens=150"], ProcessGroup(Rank()))
@@ -166,7 +168,7 @@ def test_a_longest_pack_that_memory_does_not_hold_is_told_with_what_helps(
 
     monkeypatch.setattr(state.objective, "losses", full)
     with pytest.raises(StorageError, match=rf"3,000 tokens, .* memory of {state.device}: CUDA") as caught:
-        walk_longest(state)
+        walk_largest(state)
     assert caught.value.kind == "out-of-memory"
     for setting in ("data.max_tokens", "data.pack_tokens", "checkpoint_activations", "context_parallel"):
         assert setting in str(caught.value.hint)
@@ -184,7 +186,7 @@ def _walk_and_train(store: str, folder: str, words: list[str], ports: dict[str, 
         with process_group(from_environment()) as group:
             state = state_of(Store.open(store), Path(folder) / name, [*words, *WAYS[way]], group)
             if walks:
-                walk_longest(state)
+                walk_largest(state)
             found = [metrics.loss for _, metrics in steps(state)]
             if group.is_first:
                 (Path(folder) / f"{name}.txt").write_text(repr(found))

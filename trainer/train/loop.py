@@ -17,6 +17,7 @@ from hiddenstore.console.output import output
 from hiddenstore.console.text import amount, plural, size
 from hiddenstore.console.text import seconds as duration_text
 from hiddenstore.data import BatchPlan, Cursor, GlobalBatch, PackedBatch, TokenBatches
+from hiddenstore.data.read import SampleSlot
 from hiddenstore.errors import ConfigError, InterruptError, Kind, StorageError
 from hiddenstore.files.lock import FolderLock
 from hiddenstore.fs import require_local
@@ -37,7 +38,7 @@ from trainer.train.storage import CACHE_BYTES, Mirror
 from trainer.train.track import Tracked, TrackedRun, tracker_names
 
 _COLUMNS = 2
-_BATCHES_LOOKED_AT = 32
+_BATCHES_LOOKED_AT, _BATCHES_SEARCHED = 32, 1000
 
 
 @dataclass(frozen=True)
@@ -216,8 +217,7 @@ def _run(options: TrainOptions, group: ProcessGroup) -> TrainReport:
             logged = read_curves(state.path).steps
             return _report(state, logged[-1] if logged else {}, began, was_finished=True)
         said = print_summary(state) if group.is_first else None
-        if state.device.type == "cuda":
-            walk_longest(state)
+        walk_largest(state)
         report = replace(_train(state, drain, began, copied), forecast=asdict(said) if said else None)
         if copied is not None and copied.behind is not None:
             raise copied.behind
@@ -332,10 +332,10 @@ def _report(state: TrainState, last: dict[str, Any], began: float, was_finished:
 
 
 def seconds_per_step(state: TrainState) -> float:
-    """Forward and backward of the longest of the first packs, scaled to a whole batch, and Muon's iterations. Weights,
+    """Forward and backward of the largest of the first packs, scaled to a whole batch, and Muon's iterations. Weights,
     order and random draws of the run stay as they are. For a single process."""
-    plans = islice((plan for plan, _ids in state.batches.plan(0)), _BATCHES_LOOKED_AT)
-    pack = _longest_pack(state.batches, list(plans)).to(state.device)
+    plans = islice(state.batches.plan(0), _BATCHES_LOOKED_AT)
+    pack = _largest_pack(state.batches, list(plans)).to(state.device)
     rounds = 1 if state.device.type == "cpu" else 2
     for _ in range(rounds):
         # What a device does first it does slowly.
@@ -353,7 +353,7 @@ def seconds_per_step(state: TrainState) -> float:
 
 def step_tokens(state: TrainState) -> int:
     """Tokens of a step, the mean of the first: a sample longer than a batch is one alone, and others fill it partly."""
-    first = [sum(plan.lengths) for plan, _ids in islice(state.batches.plan(0), _BATCHES_LOOKED_AT)]
+    first = [sum(plan.lengths) for plan, _ in islice(state.batches.plan(0), _BATCHES_LOOKED_AT)]
     return sum(first) // max(1, len(first))
 
 
@@ -379,18 +379,18 @@ def forecast_text(said: Forecast, step_tokens: int) -> str:
     return f"{duration}, measured on one pack; {size(said.memory_bytes)} of memory, {disk}"
 
 
-def walk_longest(state: TrainState) -> None:
-    """Forward and backward of the longest pack, on every rank alike: what does not fit into the memory of a GPU is told
-    before the first step and not where it is drawn. Weights, order and random draws of the run stay as they are. Raises
-    StorageError: ``out-of-memory``."""
+def walk_largest(state: TrainState) -> None:
+    """Forward and backward of the largest pack, tokens and final rows counted, on every rank alike: what does not fit
+    into memory is told before the first step and not where it is drawn. Weights, order and random draws of the run stay
+    as they are. Raises StorageError: ``out-of-memory``."""
     group = state.group
-    with group.all_or_none(), _told_what_helps("the states of the longest pack and of those beside it", state.device):
-        plans = (plan for plan, _ids in state.batches.plan(0))
-        first = list(islice(plans, _BATCHES_LOOKED_AT))
+    with group.all_or_none(), _told_what_helps("the states of the largest pack and of those beside it", state.device):
+        plans = state.batches.plan(0)
+        first = list(islice(plans, _BATCHES_SEARCHED))
         # What a later epoch may give to any rank.
-        holder = max(chain(first, plans), key=lambda plan: max(plan.lengths))
-        pack = _longest_pack(state.batches, [*first, holder]).to(state.device)
-    what = f"the longest pack has {pack.tokens:,} tokens, and its forward and backward"
+        holder = max(chain(first, plans), key=lambda batch: max(map(_rows, batch[1])))
+        pack = _largest_pack(state.batches, [*first, holder]).to(state.device)
+    what = f"the largest pack has {pack.tokens:,} tokens, and its forward and backward"
     with _told_what_helps(what, state.device), unsharded(state.parallel), group.all_or_none():
         # The first step makes the moments, and every later one works beside them.
         room = 0 if state.optimizer.tensors() else _moment_bytes(state) // state.parallel.shards
@@ -415,17 +415,20 @@ def _told_what_helps(what: str, device: torch.device) -> Iterator[None]:
         ) from error
 
 
-def _longest_pack(batches: TokenBatches, plans: Sequence[BatchPlan]) -> PackedBatch:
+def _rows(slot: SampleSlot) -> int:
+    return slot.tokens + slot.final_rows
+
+
+def _largest_pack(batches: TokenBatches, plans: Sequence[tuple[BatchPlan, Sequence[SampleSlot]]]) -> PackedBatch:
     """Of all ranks in these batches of the first epoch."""
-    tokens, rank, start = max(
-        (sum(plan.lengths[position - plan.start] for position in pack), rank, plan.start)
-        for plan in plans
+    _, rank, start, place = max(
+        (sum(_rows(slots[position - plan.start]) for position in pack), rank, plan.start, place)
+        for plan, slots in plans
         for rank in range(batches.world_size)
-        for pack in plan.packs_of(rank, batches.world_size)
+        for place, pack in enumerate(plan.packs_of(rank, batches.world_size))
     )
     cursor = replace(Cursor.from_json(batches.state_dict()), epoch=0, samples=start)
-    there = next(iter(replace(batches, rank=rank, cursor=cursor, epochs=None)))
-    return next(pack for pack in there.packs if pack.tokens == tokens)
+    return next(iter(replace(batches, rank=rank, cursor=cursor, epochs=None))).packs[place]
 
 
 def _moment_bytes(state: TrainState) -> int:
