@@ -217,7 +217,8 @@ def _run(options: TrainOptions, group: ProcessGroup) -> TrainReport:
             logged = read_curves(state.path).steps
             return _report(state, logged[-1] if logged else {}, began, was_finished=True)
         said = print_summary(state) if group.is_first else None
-        walk_largest(state)
+        if state.device.type == "cuda":
+            walk_largest(state)
         report = replace(_train(state, drain, began, copied), forecast=asdict(said) if said else None)
         if copied is not None and copied.behind is not None:
             raise copied.behind
@@ -381,7 +382,7 @@ def forecast_text(said: Forecast, step_tokens: int) -> str:
 
 def walk_largest(state: TrainState) -> None:
     """Forward and backward of the largest pack, tokens and final rows counted, on every rank alike: what does not fit
-    into memory is told before the first step and not where it is drawn. Weights, order and random draws of the run stay
+    into a GPU is told before the first step and not where it is drawn. Weights, order and random draws of the run stay
     as they are. Raises StorageError: ``out-of-memory``."""
     group = state.group
     with group.all_or_none(), _told_what_helps("the states of the largest pack and of those beside it", state.device):
