@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import fields, replace
@@ -38,6 +39,7 @@ if sys.argv[1] == "-c":
 sys.path[:0] = [{tests!r}]
 words = sys.argv[1:]
 open({log!r}, "a").write(json.dumps([os.getpid(), words]) + "\\n")
+open(os.path.join(os.environ["VLLM_RPC_BASE_PATH"], "socket"), "w").close()
 if {broken}:
     print("ValueError: no such dtype")
     sys.exit(1)
@@ -87,8 +89,11 @@ def is_running(pid: int) -> bool:
 
 
 def test_eval_serves_a_drafter_measures_it_beside_the_target_alone_and_ends_both(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     exports = write_exports(tmp_path, "eagle3")
     target_folder, exported_drafter = exports["target"], exports["eagle3 for vllm"]
     prompts = tmp_path / "prompts.jsonl"
@@ -103,6 +108,7 @@ def test_eval_serves_a_drafter_measures_it_beside_the_target_alone_and_ends_both
     (plain, _), (drafted, with_drafter) = sorted(started(tmp_path), key=lambda one: "--speculative-config" in one[1])
     assert not is_running(plain)
     assert not is_running(drafted)
+    assert list(temporary.iterdir()) == []
     assert with_drafter[:4] == ["-m", "vllm.entrypoints.openai.api_server", "--model", target_folder]
     assert json.loads(with_drafter[with_drafter.index("--speculative-config") + 1])["model"] == exported_drafter
     assert with_drafter[with_drafter.index("--dtype") :][:5] == [
