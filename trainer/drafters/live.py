@@ -22,7 +22,7 @@ from hiddenstore.data import PackedBatch
 from trainer.attention.ttt import KVCache
 from trainer.drafters.base import C, DrafterKind, DraftTree, M, Pick, S, Verified, most_probable
 from trainer.losses.teacher import TargetInterface
-from trainer.slots import Blocks, Piece, SlotMap, following_rows, map_blocks, map_slots
+from trainer.slots import Blocks, SlotMap, SlotRange, following_rows, map_blocks, map_slots
 from trainer.vocab import DraftVocab
 
 LOGIT_BUDGET = 1 << 24
@@ -230,8 +230,8 @@ class BlockModel(Protocol):
     def logits(self, states: Tensor, previous: Tensor) -> Tensor:
         """Draft logits fp32 [n, U] of states [n, D] that follow the tokens int64 [n]."""
 
-    def context(self, aux: Tensor, positions: Tensor, pieces: tuple[Piece, ...] | None = None) -> list[KeyValues]:
-        """Keys and values of every layer for states [L, T, D] at positions int64 [T], or for ``pieces`` of them."""
+    def context(self, aux: Tensor, positions: Tensor, ranges: tuple[SlotRange, ...] | None = None) -> list[KeyValues]:
+        """Keys and values of every layer for states [L, T, D] at positions int64 [T], or for ``ranges`` of them."""
 
     def fill(
         self, tokens: Tensor, positions: Tensor, context: list[KeyValues], blocks: Blocks, slots: tuple[int, int]
