@@ -106,8 +106,7 @@ class LiveRecurrent:
 
     def __init__(self, model: Recurrent, vocab: DraftVocab, width: int = 1) -> None:
         self._model, self._width = model, min(width, vocab.size)
-        self._target_ids = vocab.target_ids
-        self._cache = KVCache()
+        self._target_ids, self._cache = vocab.target_ids, KVCache()
 
     def reset(self) -> None:
         self._cache = KVCache()
@@ -270,12 +269,10 @@ class LiveBlocks:
     """The drafter beside a live target; a `trainer.drafters.base.Live`."""
 
     def __init__(self, model: BlockModel, vocab: DraftVocab) -> None:
-        self._model = model
-        self._target_ids = vocab.target_ids
-        self._caches: list[KVCache] = []
+        self._model, self._target_ids, self._cache = model, vocab.target_ids, KVCache()
 
     def reset(self) -> None:
-        self._caches = []
+        self._cache = KVCache()
 
     @torch.inference_mode()
     def propose(self, verified: Verified, draft_len: int, pick: Pick = most_probable) -> list[int]:
@@ -294,12 +291,9 @@ class LiveBlocks:
 
     def _extended(self, aux: Tensor) -> list[KeyValues]:
         """Keys and values of everything verified, these states [L, T, D] included."""
-        position = self._caches[0].length if self._caches else 0
-        positions = torch.arange(position, position + aux.shape[1], device=aux.device)
-        fresh = self._model.context(aux, positions)
-        self._caches = self._caches or [KVCache() for _ in fresh]
+        positions = torch.arange(self._cache.length, self._cache.length + aux.shape[1], device=aux.device)
         pairs = []
-        for cache, pair in zip(self._caches, fresh, strict=True):
-            keys, values = cache.append(*pair)
+        for layer, pair in enumerate(self._model.context(aux, positions)):
+            keys, values = self._cache.append(*pair, layer)
             pairs.append((keys[0].transpose(0, 1), values[0].transpose(0, 1)))
         return pairs
