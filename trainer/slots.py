@@ -17,7 +17,7 @@ Shapes: T tokens of a pack, R teacher rows, K TTT steps, A active slots, N block
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -33,8 +33,8 @@ JOIN_GAP = 16
 
 @dataclass(frozen=True)
 class SlotRange:
-    """Consecutive active slots ``begin…end`` (end exclusive, rows of the pack) of the document that starts at
-    ``document``; ``at`` is where ``begin`` lies among the active slots."""
+    """Consecutive rows ``begin…end`` (end exclusive) of a pack, of the document that starts at ``document``: active
+    slots, or what blocks see; ``at`` is where ``begin`` lies among all of them."""
 
     document: int
     begin: int
@@ -145,36 +145,27 @@ def _ranges(active_rows: Tensor, document: Tensor, join_gap: int) -> tuple[SlotR
     return tuple(ranges)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Rows ``begin…begin+length`` of a source, laid out at ``at`` of a gather."""
-
-    begin: int
-    length: int
-    at: int
-
-
-def gather_pieces(x: Tensor, pieces: Sequence[Piece]) -> Tensor:
-    """Rows of x [T, …] named by consecutive pieces, end to end; a view when there is only one. Cheaper than an index:
-    forward and backward are slice copies."""
-    if len(pieces) == 1:
-        return x.narrow(0, pieces[0].begin, pieces[0].length)
-    out: Tensor = _GatherPieces.apply(x, tuple(pieces))
+def gather_ranges(x: Tensor, ranges: Sequence[SlotRange], shift: int = 0) -> Tensor:
+    """Rows of x [T, …] in consecutive ranges, each ``shift`` rows on, end to end; a view when there is only one.
+    Cheaper than an index: forward and backward are slice copies."""
+    if len(ranges) == 1:
+        return x.narrow(0, ranges[0].begin + shift, ranges[0].length)
+    out: Tensor = _GatherRanges.apply(x, tuple(ranges), shift)
     return out
 
 
-class _GatherPieces(torch.autograd.Function):
+class _GatherRanges(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
-        ctx.pieces, ctx.shape = pieces, x.shape
-        return torch.cat([x[p.begin : p.begin + p.length] for p in pieces]) if pieces else x[:0].clone()
+    def forward(ctx: Any, x: Tensor, ranges: tuple[SlotRange, ...], shift: int) -> Tensor:
+        ctx.ranges, ctx.shift, ctx.shape = ranges, shift, x.shape
+        return torch.cat([x[r.begin + shift : r.end + shift] for r in ranges]) if ranges else x[:0].clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         out = grads[0].new_zeros(ctx.shape)
-        for p in ctx.pieces:
-            out[p.begin : p.begin + p.length] += grads[0][p.at : p.at + p.length]
-        return out, None
+        for r in ctx.ranges:
+            out[r.begin + ctx.shift : r.end + ctx.shift] += grads[0][r.at : r.at + r.length]
+        return out, None, None
 
 
 AnchorRule = Literal["next", "whole"]
@@ -202,29 +193,26 @@ class Blocks:
 
 @dataclass(frozen=True, eq=False)
 class BlockMap:
-    """anchors int64 [N]: pack rows, ascending. ``context``: the pieces of the pack that are its C context rows."""
+    """anchors int64 [N]: pack rows, ascending. ``context``: the ranges of the pack that are its C context rows."""
 
     anchors: Tensor
     blocks: Blocks
-    context: tuple[Piece, ...]
+    context: tuple[SlotRange, ...]
 
 
 def map_blocks(anchors: Tensor, document: Tensor, window: int | None = None) -> BlockMap:
     """Blocks at anchors int64 [N] (ascending pack rows), over just the context rows that some block sees. ``window``:
     no slot sees further back than that, see `trainer.attention.block`."""
     starts = document_starts(document)[anchors].tolist()
-    pieces: list[Piece] = []
+    ranges: list[SlotRange] = []
     bounds = []
-    opened = None
     for start, anchor in zip(starts, anchors.tolist(), strict=True):
-        if start != opened:
-            opened = start
+        if not ranges or ranges[-1].document != start:
             begin = start if window is None else max(start, anchor - window + 1)
-            pieces.append(Piece(begin, 0, pieces[-1].at + pieces[-1].length if pieces else 0))
-        piece = pieces[-1]
-        pieces[-1] = Piece(piece.begin, anchor - piece.begin, piece.at)
-        bounds.append((piece.at, piece.at + anchor - piece.begin))
-    return BlockMap(anchors, Blocks.of(bounds, anchors.device), tuple(pieces))
+            ranges.append(SlotRange(start, begin, begin, ranges[-1].at + ranges[-1].length if ranges else 0))
+        seen = ranges[-1] = replace(ranges[-1], end=anchor)
+        bounds.append((seen.at, seen.at + seen.length))
+    return BlockMap(anchors, Blocks.of(bounds, anchors.device), tuple(ranges))
 
 
 def candidate_anchors(batch: PackedBatch, block_size: int, rule: AnchorRule) -> Tensor:

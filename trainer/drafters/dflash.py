@@ -56,10 +56,10 @@ from trainer.slots import (
     AnchorRule,
     BlockMap,
     Blocks,
-    Piece,
+    SlotRange,
     candidate_anchors,
     draw_anchors,
-    gather_pieces,
+    gather_ranges,
     label_rows,
     map_blocks,
 )
@@ -407,10 +407,10 @@ class DFlash(Drafter):
     def logits(self, states: Tensor, previous: Tensor) -> Tensor:
         return draft_logits(states, self.head_weight())
 
-    def context(self, aux: Tensor, positions: Tensor, pieces: tuple[Piece, ...] | None = None) -> list[KeyValues]:
-        if pieces is not None:
-            positions = gather_pieces(positions, pieces)
-            aux = torch.stack([gather_pieces(layer, pieces) for layer in aux])
+    def context(self, aux: Tensor, positions: Tensor, ranges: tuple[SlotRange, ...] | None = None) -> list[KeyValues]:
+        if ranges is not None:
+            positions = gather_ranges(positions, ranges)
+            aux = torch.stack([gather_ranges(layer, ranges) for layer in aux])
         states = aux.transpose(0, 1).flatten(1).to(self.fc.weight.dtype)
         shared = self.hidden_norm(self.fc(states))
         attentions = [layer.self_attn for layer in self._decoder()]

@@ -41,7 +41,7 @@ from trainer.drafters.live import KeyValues, RecurrentKind, recurrent_hits
 from trainer.formats.eagle1 import EAGLE1 as EAGLE1_EXPORT
 from trainer.losses.fused_head import StepLosses, Supervision, head_losses, step_scales
 from trainer.losses.teacher import FrozenHead, TargetInterface
-from trainer.slots import Piece, SlotMap, document_ranges, gather_pieces, map_slots, open_steps, teacher_rows
+from trainer.slots import SlotMap, document_ranges, gather_ranges, map_slots, open_steps, teacher_rows
 
 
 class RegressionLoss(LossConfig):
@@ -193,7 +193,6 @@ class FeatureDrafter(Drafter):
         ids, ranges = F.pad(batch.input_ids, (0, steps + 1)), slot_map.ranges
         positions, documents = batch.positions[slot_map.active], document_ranges(batch.document)
         everywhere, active = self._rotary.at(batch.positions), self._rotary.at(positions)
-        pieces = [Piece(slot_range.begin, slot_range.length, slot_range.at) for slot_range in ranges]
 
         def first(layer: DecoderLayer, x: Tensor, is_last: bool) -> tuple[Tensor, Tensor, Tensor]:
             normed, tables, reads = layer.input_layernorm(x), everywhere, documents
@@ -201,7 +200,7 @@ class FeatureDrafter(Drafter):
             k = self._turned(k, everywhere)
             if is_last:
                 # Only what is taught or proposed is computed past the last layer's keys.
-                x, normed, tables, reads = gather_pieces(x, pieces), gather_pieces(normed, pieces), active, ranges
+                x, normed, tables, reads = gather_ranges(x, ranges), gather_ranges(normed, ranges), active, ranges
             attended = ttt_attention(self._turned(layer.self_attn.queries(normed), tables), k, v, [], reads)
             return self._finish(layer, x, normed, attended), k, v
 

@@ -44,12 +44,11 @@ from trainer.losses.kinds import LOSSES
 from trainer.losses.teacher import TargetInterface, Teacher, TeacherRows
 from trainer.parallel.context import gather_prefix, local_slots
 from trainer.slots import (
-    Piece,
     SlotMap,
     SlotRange,
     document_ranges,
     document_starts,
-    gather_pieces,
+    gather_ranges,
     map_slots,
     next_tokens,
     open_steps,
@@ -227,7 +226,7 @@ def unrolled_mixed(model: "Eagle3", batch: PackedBatch, slot_map: SlotMap, steps
         hidden = recomputed(model.recompute, causal_pass, read)
         out = model.norm(hidden)
         # A slot that TTT keeps in place over i steps stands i rows further on here.
-        outputs.append(gather_pieces(F.pad(out, (0, 0, 0, steps)), _pieces(slot_map.ranges, i)))
+        outputs.append(gather_ranges(F.pad(out, (0, 0, 0, steps)), slot_map.ranges, i))
         history.append(moved(out if model.config.norm_output else hidden))
     return torch.cat(outputs)
 
@@ -245,11 +244,11 @@ def first_step(
     """Output of the last layer at the active slots, before the final norm [A, H]; gives every stage the keys and values
     of its rows. tokens_in [T, (N+2G)E]: ``project_tokens`` of the token after each row."""
     hidden, normed = _prefix(model, stages, batch, slot_map, tokens_in)
-    positions, pieces = batch.positions[slot_map.active], _pieces(slot_map.ranges, 0)
+    positions = batch.positions[slot_map.active]
 
     def last(hidden: Tensor, normed: Tensor) -> Tensor:
         stage = stages[-1]
-        tokens = gather_pieces(tokens_in, pieces) if len(stages) == 1 else None
+        tokens = gather_ranges(tokens_in, slot_map.ranges) if len(stages) == 1 else None
         q = rotate(stage.queries(normed, tokens), *model.rotary.at(positions))
         return stage.finish(hidden, normed, ttt_attention(q, *stage.prefix, [], stage.ranges))
 
@@ -317,12 +316,7 @@ def _prefix(
         if index < len(stages) - 1:
             q = rotate(stage.queries(normed, added), *tables)
             hidden = stage.finish(hidden, normed, ttt_attention(q, k, v, [], ranges[: len(everyone)]))
-    pieces = _pieces(slot_map.ranges, 0)
-    return gather_pieces(hidden, pieces), gather_pieces(normed, pieces)
-
-
-def _pieces(ranges: tuple[SlotRange, ...], shift: int) -> list[Piece]:
-    return [Piece(slot_range.begin + shift, slot_range.length, slot_range.at) for slot_range in ranges]
+    return gather_ranges(hidden, slot_map.ranges), gather_ranges(normed, slot_map.ranges)
 
 
 FC_START = 0.2
@@ -480,7 +474,7 @@ class Eagle3(Drafter):
         positions = batch.positions[slot_map.active]
 
         def later(i: int, hidden: Tensor, before: list[list[KeyValues]]) -> tuple[Tensor, list[KeyValues]]:
-            tokens: Tensor | None = gather_pieces(from_tokens, _pieces(slot_map.ranges, 1 + i))
+            tokens: Tensor | None = gather_ranges(from_tokens, slot_map.ranges, 1 + i)
             tables, step_keys = self.rotary.at(positions + i), []
             for stage, later_keys in zip(stages, before, strict=True):
                 normed = stage.norm(hidden)

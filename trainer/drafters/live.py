@@ -22,7 +22,7 @@ from hiddenstore.data import PackedBatch
 from trainer.attention.ttt import KVCache
 from trainer.drafters.base import C, DrafterKind, DraftTree, M, Pick, S, Verified, most_probable
 from trainer.losses.teacher import TargetInterface
-from trainer.slots import Blocks, Piece, SlotMap, following_rows, map_blocks, map_slots
+from trainer.slots import Blocks, SlotMap, SlotRange, following_rows, map_blocks, map_slots
 from trainer.vocab import DraftVocab
 
 LOGIT_BUDGET = 1 << 24
@@ -106,8 +106,7 @@ class LiveRecurrent:
 
     def __init__(self, model: Recurrent, vocab: DraftVocab, width: int = 1) -> None:
         self._model, self._width = model, min(width, vocab.size)
-        self._target_ids = vocab.target_ids
-        self._cache = KVCache()
+        self._target_ids, self._cache = vocab.target_ids, KVCache()
 
     def reset(self) -> None:
         self._cache = KVCache()
@@ -230,8 +229,8 @@ class BlockModel(Protocol):
     def logits(self, states: Tensor, previous: Tensor) -> Tensor:
         """Draft logits fp32 [n, U] of states [n, D] that follow the tokens int64 [n]."""
 
-    def context(self, aux: Tensor, positions: Tensor, pieces: tuple[Piece, ...] | None = None) -> list[KeyValues]:
-        """Keys and values of every layer for states [L, T, D] at positions int64 [T], or for ``pieces`` of them."""
+    def context(self, aux: Tensor, positions: Tensor, ranges: tuple[SlotRange, ...] | None = None) -> list[KeyValues]:
+        """Keys and values of every layer for states [L, T, D] at positions int64 [T], or for ``ranges`` of them."""
 
     def fill(
         self, tokens: Tensor, positions: Tensor, context: list[KeyValues], blocks: Blocks, slots: tuple[int, int]
@@ -270,12 +269,10 @@ class LiveBlocks:
     """The drafter beside a live target; a `trainer.drafters.base.Live`."""
 
     def __init__(self, model: BlockModel, vocab: DraftVocab) -> None:
-        self._model = model
-        self._target_ids = vocab.target_ids
-        self._caches: list[KVCache] = []
+        self._model, self._target_ids, self._cache = model, vocab.target_ids, KVCache()
 
     def reset(self) -> None:
-        self._caches = []
+        self._cache = KVCache()
 
     @torch.inference_mode()
     def propose(self, verified: Verified, draft_len: int, pick: Pick = most_probable) -> list[int]:
@@ -294,12 +291,9 @@ class LiveBlocks:
 
     def _extended(self, aux: Tensor) -> list[KeyValues]:
         """Keys and values of everything verified, these states [L, T, D] included."""
-        position = self._caches[0].length if self._caches else 0
-        positions = torch.arange(position, position + aux.shape[1], device=aux.device)
-        fresh = self._model.context(aux, positions)
-        self._caches = self._caches or [KVCache() for _ in fresh]
+        positions = torch.arange(self._cache.length, self._cache.length + aux.shape[1], device=aux.device)
         pairs = []
-        for cache, pair in zip(self._caches, fresh, strict=True):
-            keys, values = cache.append(*pair)
+        for layer, pair in enumerate(self._model.context(aux, positions)):
+            keys, values = self._cache.append(*pair, layer)
             pairs.append((keys[0].transpose(0, 1), values[0].transpose(0, 1)))
         return pairs

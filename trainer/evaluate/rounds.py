@@ -7,6 +7,7 @@ compared, and their spread says how far to trust the ratio.
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from statistics import median
@@ -125,9 +126,20 @@ def departures(
             turn = next((i for i, (a, b) in enumerate(given) if a != b), None)
             if turn is not None:
                 parted[number, tuple(given[: turn + 1])] += 1
-    again = _Again(plain, sampling)
+    known: dict[str, list[Choice]] = {}
+
+    def choices(messages: list[Message], beside: Beside) -> list[Choice]:
+        """The tokens of the plain answer, asked for once; empty where the server does not say."""
+        key = json.dumps([messages, beside.columns()])
+        if key not in known:
+            # What was measured is not lost over a server that says no more.
+            known[key] = []
+            with suppress(HiddenstoreError):
+                known[key] = plain.choices(messages, replace(sampling, beside=beside))
+        return known[key]
+
     for (number, turns), rounds in sorted(parted.items()):
-        departure = replace(_departure(again, ordered[number], turns), rounds=rounds)
+        departure = replace(_departure(choices, ordered[number], turns), rounds=rounds)
         yield departure if plain.dtype is None else replace(departure, dtype=plain.dtype)
 
 
@@ -135,34 +147,16 @@ _Turns = tuple[tuple[str, str], ...]
 """Of a question: the plain and the drafted answer to each turn."""
 
 
-class _Again:
-    """The plain server asked once more, once for each text before an answer."""
-
-    def __init__(self, plain: Server, sampling: SamplingOptions) -> None:
-        self.plain, self.sampling = plain, sampling
-        self.known: dict[str, list[Choice]] = {}
-
-    def choices(self, messages: list[Message], beside: Beside) -> list[Choice]:
-        """The tokens of its answer; empty where it does not say."""
-        sampling = replace(self.sampling, beside=beside)
-        key = json.dumps([messages, beside.columns()])
-        if key not in self.known:
-            try:
-                self.known[key] = self.plain.choices(messages, sampling)
-            except HiddenstoreError:
-                # What was measured is not lost over a server that says no more.
-                self.known[key] = []
-        return self.known[key]
-
-
-def _departure(again: _Again, question: Question, turns: _Turns) -> Departure:
+def _departure(
+    choices_of: Callable[[list[Message], Beside], list[Choice]], question: Question, turns: _Turns
+) -> Departure:
     greedy, drafted = turns[-1]
     shorter = min(len(greedy), len(drafted))
     at = next((i for i in range(shorter) if greedy[i] != drafted[i]), shorter)
     before: list[Message] = list(question.history)
     for (answer, _), more in zip(turns[:-1], question.more, strict=False):
         before += [{"role": "assistant", "content": answer}, {"role": "user", "content": more}]
-    choices = again.choices(before, question.beside)
+    choices = choices_of(before, question.beside)
     repeats = "".join(choice.token for choice in choices).startswith(greedy[:at])
     parting = _parting(choices, drafted, at) if repeats else None
     says_logits = any(choice.value > SURELY_A_LOGIT for choice in choices)
