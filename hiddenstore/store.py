@@ -281,9 +281,7 @@ class Store(RecordSequence):
     def _place(self, sample_id: str) -> tuple[int, int]:
         place = self.catalog.locate(sample_id)
         if place is None:
-            raise NotFoundError(
-                f"{self.path} holds no sample {sample_id}", kind=Kind.SAMPLE_MISSING, hint=f"hiddenstore ls {self.path}"
-            )
+            raise self._missing(f"{self.path} holds no sample {sample_id}")
         return place
 
     def read(self, sample_id: str, layers: Sequence[int] | None = None, final: bool = True) -> "Record":

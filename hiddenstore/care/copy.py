@@ -49,7 +49,7 @@ from hiddenstore.targets.rebuild import Rebuilder
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile, share_profile, target_differences, unstated_warning
 from hiddenstore.writer import PendingUnit, capture_differences, create_store, pending_units
 from schemas.capture import REBUILT, STATED, TOPK, CaptureSpec, Codecs, TargetIdentity
-from schemas.manifest import CommitRecord, Container
+from schemas.manifest import Container
 
 
 def check_sources(
@@ -280,7 +280,8 @@ def _units_as_cut(sources: Sequence[Store], destination: Store) -> tuple[list[Co
     for source in sources:
         for record in source.commits():
             known = units.get(record.unit)
-            if known is not None and known.origin is not None and not _is_fuller(record, known.origin[1]):
+            # Of two records of one unit the one of which a repair dropped fewer samples.
+            if known and known.origin and len(lost_samples(record)) >= len(lost_samples(known.origin[1])):
                 continue
             ids = tuple(entry.id for entry in record.samples)
             units[record.unit] = CopyUnit(record.unit, record.input, ids, (source, record))
@@ -296,11 +297,6 @@ def _lossy_units(destination: Store) -> dict[str, PendingUnit]:
     """Units of the destination of which a repair dropped samples."""
     pending = (item for digest in destination.inputs() for item in pending_units(destination, digest).values())
     return {item.name: item for item in pending if item.replaces is not None}
-
-
-def _is_fuller(record: CommitRecord, other: CommitRecord) -> bool:
-    """Whether a repair dropped fewer samples of one record than of the other, of the same unit."""
-    return len(lost_samples(record)) < len(lost_samples(other))
 
 
 def _restores(units: Mapping[str, CopyUnit], lossy: PendingUnit) -> bool:

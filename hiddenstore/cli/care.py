@@ -405,9 +405,7 @@ def doctor(folder: str) -> None:
     document = {
         "ok": not problems,
         "folder": folder,
-        "checks": [
-            {"name": check.name, "status": check.status, "detail": check.detail, "fix": check.fix} for check in checks
-        ],
+        "checks": [asdict(check) for check in checks],
     }
     output().data(document, human=lambda: _show_machine(checks), quiet="\n".join(check.detail for check in problems))
     if problems:

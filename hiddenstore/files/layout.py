@@ -131,21 +131,18 @@ def new_attempt() -> str:
 
 def commit_path(unit: str, revision: int = 0) -> str:
     """Path of a commit record."""
-    _require(_UNIT, unit, "unit name")
-    return f"{COMMITS_DIR}/{unit}{f'.r{revision}' if revision else ''}.json"
+    return f"{COMMITS_DIR}/{_required(_UNIT, unit, 'unit name')}{f'.r{revision}' if revision else ''}.json"
 
 
 def segment_path(unit: str, attempt: str, revision: int = 0) -> str:
     """Path of the segment that one attempt at a revision of a unit writes."""
     name = f"{unit}{f'-r{revision}' if revision else ''}-{attempt}"
-    _require(_SEGMENT, name, "segment name")
-    return f"{SEGMENTS_DIR}/{name}"
+    return f"{SEGMENTS_DIR}/{_required(_SEGMENT, name, 'segment name')}"
 
 
 def input_path(digest: str) -> str:
     """Path of a registered input."""
-    _require(_INPUT, f"{digest}.parquet", "input digest")
-    return f"{INPUTS_DIR}/{digest}.parquet"
+    return f"{INPUTS_DIR}/{_required(_INPUT, f'{digest}.parquet', 'input digest')}"
 
 
 def fitted_name(codec: str) -> str:
@@ -155,29 +152,22 @@ def fitted_name(codec: str) -> str:
 
 def snapshot_path(name: str) -> str:
     """Path of a saved snapshot."""
-    _require(_SNAPSHOT, name, "snapshot name")
-    return f"{SNAPSHOTS_DIR}/{name}.json"
+    return f"{SNAPSHOTS_DIR}/{_required(_SNAPSHOT, name, 'snapshot name')}.json"
 
 
 def slice_path(sha256: str) -> str:
     """Path of the states of a calibration slice, by the digest of the file."""
-    name = f"slice-{sha256[:16]}.safetensors"
-    _require(_SLICE, name, "slice name")
-    return f"{CALIBRATION_DIR}/{name}"
+    return f"{CALIBRATION_DIR}/{_required(_SLICE, f'slice-{sha256[:16]}.safetensors', 'slice name')}"
 
 
 def advice_path(number: int) -> str:
     """Path of an advice document; numbers start at 1."""
-    name = f"{number}.json"
-    _require(_ADVICE, name, "advice name")
-    return f"{ADVICE_DIR}/{name}"
+    return f"{ADVICE_DIR}/{_required(_ADVICE, f'{number}.json', 'advice name')}"
 
 
 def index_path(number: int) -> str:
     """Path of an index file; numbers start at 1."""
-    name = f"{number}.parquet"
-    _require(_INDEX, name, "index name")
-    return f"{INDEX_DIR}/{name}"
+    return f"{INDEX_DIR}/{_required(_INDEX, f'{number}.parquet', 'index name')}"
 
 
 def part_name(index: int) -> str:
@@ -230,9 +220,10 @@ def parse_index(name: str) -> int | None:
     return int(match[1]) if (match := _INDEX.fullmatch(name)) else None
 
 
-def _require(pattern: re.Pattern[str], value: str, what: str) -> None:
+def _required(pattern: re.Pattern[str], value: str, what: str) -> str:
     if not pattern.fullmatch(value):
         raise ConfigError(f"{value!r} cannot be a {what}", kind=Kind.NAME_INVALID)
+    return value
 
 
 def kind_of(path: str | Path) -> FolderKind | None:

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.fs.address import is_address, parse_address
 from hiddenstore.fs.local import LocalFilesystem
-from hiddenstore.fs.seam import Filesystem
+from hiddenstore.fs.seam import Filesystem, is_address, parse_address
 
 
 def open_filesystem(location: "str | Path | Filesystem") -> Filesystem:

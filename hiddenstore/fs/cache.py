@@ -16,9 +16,8 @@ from pathlib import Path
 from awscrt.checksums import crc32c
 
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.fs.address import is_address
 from hiddenstore.fs.objects import ObjectFilesystem
-from hiddenstore.fs.seam import storage_errors
+from hiddenstore.fs.seam import is_address, storage_errors
 
 BLOCK_BYTES = 1 << 20
 LEAST_BYTES = 16 * BLOCK_BYTES

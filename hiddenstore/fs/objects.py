@@ -22,8 +22,7 @@ from random import SystemRandom
 from typing import Any, NamedTuple, TypeVar
 
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
-from hiddenstore.fs.address import CREDENTIALS, parse_address
-from hiddenstore.fs.seam import TEMP_PREFIX, WritableFile, is_inside, storage_errors
+from hiddenstore.fs.seam import CREDENTIALS, TEMP_PREFIX, WritableFile, is_inside, parse_address, storage_errors
 from hiddenstore.threads import Threads
 
 DEADLINE_S = 120.0

@@ -1,4 +1,4 @@
-"""The seam to storage: everything a store asks of a filesystem.
+"""The seam to storage: everything a store asks of a filesystem; how addresses of object storage read.
 
 Paths are posix strings relative to the root. Two promises carry the store: ``create`` never replaces anything, and
 after ``put_if_absent`` returned, the name holds exactly the given bytes and survives a power loss.
@@ -6,19 +6,23 @@ after ``put_if_absent`` returned, the name holds exactly the given bytes and sur
 
 import errno
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from hiddenstore.errors import Kind, StorageError
+from hiddenstore.errors import ConfigError, Kind, StorageError
 
 TEMP_PREFIX = ".tmp-"
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
 """Error numbers of a disk without room."""
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+CREDENTIALS = "credentials come from the environment or the provider's own chain, see docs/object-storage.md"
+_ADDRESS = re.compile(r"(s3|gs|az)://([A-Za-z0-9][A-Za-z0-9._-]{1,254})((?:/[^/?#]+)*)/*")
 
 
 class WritableFile(Protocol):
@@ -138,3 +142,26 @@ def is_inside(path: str) -> bool:
     """Whether a relative posix path stays below the folder it is relative to, by its text alone."""
     is_plain = path.isprintable() and "\\" not in path and ":" not in path
     return is_plain and not {"", ".", ".."} & set(path.split("/"))
+
+
+def is_address(location: object) -> bool:
+    """Whether a location is written as a URL, of whatever scheme."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(location)) is not None
+
+
+def parse_address(text: str) -> tuple[str, str, str]:
+    """Scheme, bucket and prefix of an address. Raises ConfigError: ``scheme-unsupported``; ``address-invalid``: user,
+    password or query, or no bucket. Neither is quoted: it may be a secret."""
+    scheme = text.partition("://")[0]
+    if scheme not in ("s3", "gs", "az"):
+        raise ConfigError(
+            f"{scheme}:// cannot be opened: expected a local path, s3://, gs:// or az://", kind=Kind.SCHEME_UNSUPPORTED
+        )
+    match = _ADDRESS.fullmatch(text)
+    if match is None or not is_inside(match[3][1:] or "x"):
+        raise ConfigError(
+            f"{scheme}://… is no address of a bucket: expected {scheme}://BUCKET/PATH without user, password or query",
+            kind=Kind.ADDRESS_INVALID,
+            hint=CREDENTIALS,
+        )
+    return scheme, match[2], match[3][1:]

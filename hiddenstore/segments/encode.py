@@ -48,7 +48,8 @@ def encode_records(
     width = capture.target.hidden_size
     slots = [capture.aux_layers.index(layer) for layer in capture.stored_layers]
     layout = get_layout(capture.codecs.aux)
-    parts = with_one_prefix(records, slots, layout) if one_prefix else _whole(records)
+    whole: list[Parts] = [[(number, 0, record.sample.tokens)] for number, record in enumerate(records)]
+    parts = with_one_prefix(records, slots, layout) if one_prefix else whole
     layers = ([records[number].aux[k, start:stop] for of in parts for number, start, stop in of] for k in slots)
     shared = ({}, {}) if joins is None else (joins.aux.small, joins.final.small)
     names = [field_name(layer) for layer in capture.stored_layers]
@@ -75,10 +76,6 @@ def encode_records(
         final=final,
         stats=stats,
     )
-
-
-def _whole(records: Sequence[Record]) -> list[Parts]:
-    return [[(number, 0, record.sample.tokens)] for number, record in enumerate(records)]
 
 
 class RowStats:

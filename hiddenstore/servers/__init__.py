@@ -34,19 +34,17 @@ class VllmPython:
 
     @property
     def has_vllm(self) -> bool:
-        code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-        try:
-            return not subprocess.run([self.program, "-c", code], check=False, capture_output=True).returncode
-        except OSError:
-            return False
+        return self._succeeds("import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)")
 
     @property
     def can_compile(self) -> bool:
         """Whether torch's inductor finds what it compiles for a CPU with: a C++ compiler and this Python's headers."""
-        code = (
+        return self._succeeds(
             "import os, shutil, sys, sysconfig; header = os.path.join(sysconfig.get_path('include'), 'Python.h'); "
             "sys.exit(not (shutil.which(os.environ.get('CXX', 'g++')) and os.path.isfile(header)))"
         )
+
+    def _succeeds(self, code: str) -> bool:
         try:
             return not subprocess.run([self.program, "-c", code], check=False, capture_output=True).returncode
         except OSError:

@@ -528,10 +528,10 @@ def load_tokenizer(store: Store, report: Report) -> Any:
         raise_refusal(error, f"{store.path}/{layout.TARGET_DIR}")
         report.findings.append(Finding("tokenizer-unreadable", layout.TARGET_DIR, (), str(error)))
         return None
-    target, file = store.capture.target, folder / _RULES_FILE
+    target, path = store.capture.target, f"{layout.TARGET_DIR}/{_RULES_FILE}"
     digest, expected = tokenizer_sha256(tokenizer), target.tokenizer_sha256
-    if digest == expected and target.tokenizer_rules_sha256 is not None and file.is_file():
-        digest, expected = tokenizer_rules_sha256(file.read_bytes()), target.tokenizer_rules_sha256
+    if digest == expected and target.tokenizer_rules_sha256 is not None and store.fs.size(path) is not None:
+        digest, expected = tokenizer_rules_sha256(store.fs.read(path)), target.tokenizer_rules_sha256
     if digest != expected:
         detail = f"the tokenizer of target/ has sha256 {digest[:12]}…, the capture names {expected[:12]}…"
         report.findings.append(Finding("tokenizer", layout.TARGET_DIR, (), detail))

@@ -7,8 +7,10 @@ Shapes: N decoder layers, B conversations, T tokens, D width.
 
 import io
 import json
+import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -422,6 +424,26 @@ def test_another_tokenizer_in_the_store_is_named_tokenizer(tmp_path: Path, targe
     words = [f"w{i}" for i in range(VOCAB)]
     files, _ = tokenizer_files(words[::-1])
     report = looked(store_of(tmp_path, target, healthy(target), files=files, profile=profile_of(target)))
+    assert kinds(report) == {"tokenizer"}
+
+
+def test_rules_of_a_tokenizer_are_compared_where_files_come_as_copies(
+    tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_of(tmp_path, target, healthy(target), profile=profile_of(target))
+    identity = store.capture.target.model_copy(update={"tokenizer_rules_sha256": "4" * 64})
+    capture = store.capture.model_copy(update={"target": identity})
+    store.manifest = store.manifest.model_copy(update={"capture": capture})
+    original = store.fs.local_path("target")
+
+    @contextmanager
+    def copied(path: str, without: str = "") -> Iterator[Path]:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(shutil.copytree(original, Path(folder, path)))
+
+    monkeypatch.setattr(store.fs, "local_copy", copied)
+    report = Report("meaning")
+    meaning.load_tokenizer(store, report)
     assert kinds(report) == {"tokenizer"}
 
 
