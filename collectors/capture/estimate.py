@@ -11,8 +11,8 @@ from hiddenstore.codecs.recipes import RECIPES, get_recipe, recipe_name
 from hiddenstore.errors import ConfigError
 from hiddenstore.fs import open_filesystem
 from hiddenstore.inputs import PreparedInput
-from hiddenstore.inspect.room import Counts, room_for
-from hiddenstore.inspect.room import shortage as room_lacking
+from hiddenstore.inspect.forecast import Counts, room_for
+from hiddenstore.inspect.forecast import shortage as room_lacking
 from hiddenstore.segments import CONTAINERS, default_container
 from hiddenstore.segments.base import Container, unit_tokens
 from hiddenstore.segments.prefixes import PrefixTree, key_of

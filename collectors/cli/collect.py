@@ -23,7 +23,7 @@ from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPE_HELP, RECIPES, get
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import count, percent, plural, seconds, size
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.inspect.expect import expectation
+from hiddenstore.inspect.forecast import expectation
 from hiddenstore.process import drain_on_signal
 from hiddenstore.segments import CONTAINERS
 from hiddenstore.targets import LAYER_RULES

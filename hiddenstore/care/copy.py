@@ -36,7 +36,7 @@ from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.publish import IndexWriter, indexed_revisions
 from hiddenstore.inputs import RegisteredInput
-from hiddenstore.inspect.room import Counts, room_for, shortage
+from hiddenstore.inspect.forecast import Counts, room_for, shortage
 from hiddenstore.inspect.samples import Test
 from hiddenstore.segments import CONTAINERS, default_container
 from hiddenstore.store import Store, load_manifest

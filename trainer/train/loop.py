@@ -22,7 +22,7 @@ from hiddenstore.errors import ConfigError, InterruptError, Kind, StorageError
 from hiddenstore.files.lock import FolderLock
 from hiddenstore.fs import require_local
 from hiddenstore.index.table import SPLITS
-from hiddenstore.inspect.expect import EXPECTED_DRAFTER, expectation
+from hiddenstore.inspect.forecast import EXPECTED_DRAFTER, expectation
 from hiddenstore.process import Drain, drain_on_signal, from_environment, peak_bytes
 from trainer.parallel.data_parallel import unsharded
 from trainer.parallel.group import ProcessGroup, process_group

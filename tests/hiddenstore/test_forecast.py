@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from hiddenstore.inspect.expect import LENGTHS, NGRAM_FLOOR, expectation
+from hiddenstore.inspect.forecast import LENGTHS, NGRAM_FLOOR, expectation
 
 
 def test_a_number_of_tokens_is_told_what_the_measured_sizes_on_both_sides_of_it_reached() -> None:
