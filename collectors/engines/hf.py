@@ -202,8 +202,7 @@ class HfEngine:
                     if images:
                         last = forward_with_images(self.target, ids[0], images, requests[batch[0]].source)
                     else:
-                        batch_ids = torch.from_numpy(ids).to(self.target.device)
-                        last = self.target.parts.backbone(input_ids=batch_ids, use_cache=False).last_hidden_state
+                        last = self._forward(torch.from_numpy(ids).to(self.target.device))
                 except torch.OutOfMemoryError as error:
                     raise self._too_large([requests[i] for i in batch], error) from error
                 for row, placement in enumerate(tap.batch):
@@ -245,6 +244,11 @@ class HfEngine:
                 kind=Kind.ROPE_DYNAMIC,
                 hint=f"hiddenstore prepare INPUT -o DATA --target T --max-tokens {self._boundary}",
             )
+
+    def _forward(self, ids: Tensor) -> Tensor:
+        """Post-norm last hidden [B, T, D] of padded ids int64 [B, T]; the hooks fire inside."""
+        states: Tensor = self.target.parts.backbone(input_ids=ids, use_cache=False).last_hidden_state
+        return states
 
     def _next_tokens(
         self, last: Tensor, requests: Sequence[CaptureRequest], placements: Sequence[Placement]

@@ -256,8 +256,8 @@ def _one_source(unit: CopyUnit, index: Mapping[str, Store], destination: Store) 
     if not codes_fit(source, destination):
         return None
     record, _ = source.locate(unit.samples[0])
-    together = {entry.id for entry in record.samples}
-    return source if all(name in together and index[name] is source for name in unit.samples) else None
+    ids = {entry.id for entry in record.samples}
+    return source if all(name in ids and index[name] is source for name in unit.samples) else None
 
 
 class _Selection(PreparedInput):
@@ -333,8 +333,8 @@ def copy_codes(source: Store, record: CommitRecord, destination: Store, revision
 def copy_piece(source: Store, unit: CopyUnit, destination: Store) -> CommitRecord | None:
     """The codes of some samples of one unit as they are."""
     record, _ = source.locate(unit.samples[0])
-    places = {entry.id: place for place, entry in enumerate(record.samples)}
-    samples = list(stored_samples(source, record, [places[name] for name in unit.samples]))
+    indices = {entry.id: index for index, entry in enumerate(record.samples)}
+    samples = list(stored_samples(source, record, [indices[name] for name in unit.samples]))
     encoded = _fewer_layers(source, unit_of(unit.name, source.capture, samples), destination)
     engine, recaptured = _engines_of({name: engine_of(record, name) for name in unit.samples})
     return write_encoded_unit(destination, unit.name, unit.input, encoded, (), engine, unit.revision, recaptured)
@@ -420,7 +420,7 @@ def _recaptured_unit(
     if not records:
         return before
     new = samples_of(encode_records(old.unit, records, store.capture, before, one_prefix), store.capture)
-    places = {name: place for place, name in enumerate(pending.order)}
+    places = {name: number for number, name in enumerate(pending.order)}
     parts = sorted([*stored, *new], key=lambda part: places[part.entry.id])
     return unit_of(old.unit, store.capture, parts)
 

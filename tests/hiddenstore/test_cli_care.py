@@ -113,9 +113,10 @@ def test_copy_merges_and_says_what_it_did(tmp_path: Path) -> None:
 
 def test_copy_states_that_rounding_twice_is_lossy(tmp_path: Path) -> None:
     store = make_store(tmp_path, samples=5, codec="q8")
-    result = run("copy", store.path, str(tmp_path / "c"), "--split", "train")
+    result = run("copy", store.path, str(tmp_path / "c"), "--split", "train", "--recipe", "compact")
     assert result.exit_code == 0
-    assert "warning: aux: q8 → q8 rounds a second time" in result.stderr
+    assert "warning: aux: q8 → q4 rounds a second time" in result.stderr
+    assert "rounds" not in run("copy", store.path, str(tmp_path / "same"), "--split", "train").stderr
 
 
 def test_copy_with_an_unknown_recipe_is_refused(tmp_path: Path) -> None:

@@ -58,19 +58,19 @@ def print_summary(state: TrainState) -> Forecast | None:
     out = output()
     if out.mode not in ("human", "json"):
         return None
-    said = forecast(state)
+    estimate = forecast(state)
     if not out.is_human:
-        return said
+        return estimate
     from rich.padding import Padding
 
     for line in _summary_lines(state):
         out.note(line)
     out.err.print(Padding(_settings_grid(state), (0, 0, 0, 2), expand=False))
     tokens = step_tokens(state)
-    out.note(forecast_text(said, tokens))
+    out.note(forecast_text(estimate, tokens))
     if state.config.drafter.name == EXPECTED_DRAFTER:
         out.note(f"for scale: {expectation(state.total_steps * tokens)}")
-    return said
+    return estimate
 
 
 def _summary_lines(state: TrainState) -> list[str]:
@@ -179,7 +179,7 @@ def train(
     store that lacks what the drafter reads; ConflictError: ``run`` exists and ``resume`` is not set, or it was trained
     on another store; NotFoundError: no store, or nothing to resume; CaptureError: the loss or the gradient is not
     finite, or the loss stays a spike; names the samples; InterruptError: a signal asked any rank to stop; a checkpoint
-    was saved; HiddenstoreError: ``another-rank``, another rank failed and said why.
+    was saved; HiddenstoreError: ``another-rank``, another rank failed and estimate why.
     """
     local, room = require_local(run, "RUN"), (cache, cache_bytes, mirror)
     named = file and settings_file(file)
@@ -216,10 +216,10 @@ def _run(options: TrainOptions, group: ProcessGroup) -> TrainReport:
                     raise copied.behind
             logged = read_curves(state.path).steps
             return _report(state, logged[-1] if logged else {}, began, was_finished=True)
-        said = print_summary(state) if group.is_first else None
+        estimate = print_summary(state) if group.is_first else None
         if state.device.type == "cuda":
             walk_largest(state)
-        report = replace(_train(state, drain, began, copied), forecast=asdict(said) if said else None)
+        report = replace(_train(state, drain, began, copied), forecast=asdict(estimate) if estimate else None)
         if copied is not None and copied.behind is not None:
             raise copied.behind
         return report
@@ -371,13 +371,15 @@ def forecast(state: TrainState) -> Forecast:
     return Forecast(checkpoints, seconds * (state.total_steps - state.step), seconds, peak + moments)
 
 
-def forecast_text(said: Forecast, step_tokens: int) -> str:
+def forecast_text(estimate: Forecast, step_tokens: int) -> str:
     """One line: ``about 12 min: 2.1 s a step of 4.6 k tokens, measured on one pack; 1.9 GB of memory, …``."""
-    disk = f"checkpoints of {size(said.checkpoint_bytes)} on disk"
-    if said.seconds is None or said.step_seconds is None or said.memory_bytes is None:
+    disk = f"checkpoints of {size(estimate.checkpoint_bytes)} on disk"
+    if estimate.seconds is None or estimate.step_seconds is None or estimate.memory_bytes is None:
         return disk
-    duration = f"about {duration_text(said.seconds)}: {said.step_seconds:.2g} s a step of {amount(step_tokens)} tokens"
-    return f"{duration}, measured on one pack; {size(said.memory_bytes)} of memory, {disk}"
+    duration = (
+        f"about {duration_text(estimate.seconds)}: {estimate.step_seconds:.2g} s a step of {amount(step_tokens)} tokens"
+    )
+    return f"{duration}, measured on one pack; {size(estimate.memory_bytes)} of memory, {disk}"
 
 
 def walk_largest(state: TrainState) -> None:
@@ -422,14 +424,14 @@ def _rows(slot: SampleSlot) -> int:
 
 def _largest_pack(batches: TokenBatches, plans: Sequence[tuple[BatchPlan, Sequence[SampleSlot]]]) -> PackedBatch:
     """Of all ranks in these batches of the first epoch."""
-    _, rank, start, place = max(
-        (sum(_rows(slots[position - plan.start]) for position in pack), rank, plan.start, place)
+    _, rank, start, index = max(
+        (sum(_rows(slots[position - plan.start]) for position in pack), rank, plan.start, index)
         for plan, slots in plans
         for rank in range(batches.world_size)
-        for place, pack in enumerate(plan.packs_of(rank, batches.world_size))
+        for index, pack in enumerate(plan.packs_of(rank, batches.world_size))
     )
     cursor = replace(Cursor.from_json(batches.state_dict()), epoch=0, samples=start)
-    return next(iter(replace(batches, rank=rank, cursor=cursor, epochs=None))).packs[place]
+    return next(iter(replace(batches, rank=rank, cursor=cursor, epochs=None))).packs[index]
 
 
 def _moment_bytes(state: TrainState) -> int:
