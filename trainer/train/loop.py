@@ -179,7 +179,7 @@ def train(
     store that lacks what the drafter reads; ConflictError: ``run`` exists and ``resume`` is not set, or it was trained
     on another store; NotFoundError: no store, or nothing to resume; CaptureError: the loss or the gradient is not
     finite, or the loss stays a spike; names the samples; InterruptError: a signal asked any rank to stop; a checkpoint
-    was saved; HiddenstoreError: ``another-rank``, another rank failed and estimate why.
+    was saved; HiddenstoreError: ``another-rank``, another rank failed and said why.
     """
     local, room = require_local(run, "RUN"), (cache, cache_bytes, mirror)
     named = file and settings_file(file)
