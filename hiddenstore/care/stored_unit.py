@@ -1,5 +1,6 @@
 """Stored samples as codes ready to be written again, for repair and recapture; units brought into another store: their
-files, their codes in another container, or their samples encoded again.
+files, their codes in another container or of some samples, or their samples encoded again; and into which units samples
+that were chosen are cut.
 
 Shapes: T tokens of a unit, t of one sample, R final rows of the unit, r of one sample, D target width.
 """
