@@ -1,7 +1,8 @@
 """Numbers and bytes that a change of the source must not change; ``python -m tests.golden.values`` records them.
 
 Record again only with a change that means to alter a value, and say which in its message: that the others did not move
-is what the file is for. Every section is a function of an empty folder. Members that name a moment or a machine are
+is what the file is for. All of it is of one machine: an entry brought over from another has other last bits, which only
+the first machine sees. Every section is a function of an empty folder. Members that name a moment or a machine are
 normalised or left out by ``document_of``; all the rest is compared.
 """
 
