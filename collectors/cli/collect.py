@@ -23,7 +23,6 @@ from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPE_HELP, RECIPES, get
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import count, percent, plural, seconds, size
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.inspect.forecast import expectation
 from hiddenstore.process import drain_on_signal
 from hiddenstore.segments import CONTAINERS
 from hiddenstore.targets import LAYER_RULES
@@ -309,6 +308,8 @@ def _warn_of_room(needs: "Plan") -> None:
 
 
 def _show_plan(needs: "Plan") -> None:
+    from hiddenstore.inspect.forecast import expectation
+
     out = output()
     hours = (
         "give --rate TOKENS_PER_S for hours" if needs.hours is None else f"{seconds(3600 * needs.hours)} at that rate"
