@@ -88,6 +88,8 @@ def engine_flags(words: Iterable[str]) -> tuple[str, ...]:
 START_S = 1800
 _POLL_S = 0.5
 _HEALTH_S = 5.0
+_LONGEST_FOLDER = 70
+"""Linux takes 107 characters for the path of a socket, of which vLLM's names have 37."""
 _WATCHED = Path(__file__).with_name("watched.py")
 
 
@@ -128,23 +130,21 @@ def running(servers: Sequence[ServerProcess], stopping: Callable[[], bool] = lam
 
 @contextmanager
 def _process(server: ServerProcess, port: int) -> Iterator["subprocess.Popen[bytes]"]:
-    with (
-        # vLLM leaves its sockets there when it is killed.
-        tempfile.TemporaryDirectory(prefix="hiddenstore-server-", ignore_cleanup_errors=True) as sockets,
-        storage_errors(server.log),
-        server.log.open("w", encoding="utf-8") as said,
-    ):
-        # A session of its own: Ctrl-C is for this process, whose end the other one notices.
-        process = subprocess.Popen(
-            [sys.executable, str(_WATCHED), *server.command, "--host", "127.0.0.1", "--port", str(port)],
-            stdin=subprocess.PIPE,
-            stdout=said,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={"VLLM_RPC_BASE_PATH": sockets, **server.environment},
-        )
-        with process:
-            yield process
+    with ExitStack() as stack:
+        with storage_errors(server.log), server.log.open("w", encoding="utf-8") as said:
+            # vLLM leaves its sockets there when it is killed.
+            sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="hs-", ignore_cleanup_errors=True))
+            own = {"VLLM_RPC_BASE_PATH": sockets} if len(sockets) <= _LONGEST_FOLDER else {}
+            # A session of its own: Ctrl-C is for this process, whose end the other one notices.
+            process = subprocess.Popen(
+                [sys.executable, str(_WATCHED), *server.command, "--host", "127.0.0.1", "--port", str(port)],
+                stdin=subprocess.PIPE,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**own, **server.environment},
+            )
+        yield stack.enter_context(process)
 
 
 def _wait_until_up(

@@ -1,6 +1,7 @@
 """Servers that `eval --serve` and `regenerate` start, and that are gone after; the engine is a Python whose server has
 known numbers and answers."""
 
+import errno
 import json
 import os
 import random
@@ -39,7 +40,6 @@ if sys.argv[1] == "-c":
 sys.path[:0] = [{tests!r}]
 words = sys.argv[1:]
 open({log!r}, "a").write(json.dumps([os.getpid(), words]) + "\\n")
-open(os.path.join(os.environ["VLLM_RPC_BASE_PATH"], "socket"), "w").close()
 if {broken}:
     print("ValueError: no such dtype")
     sys.exit(1)
@@ -89,11 +89,8 @@ def is_running(pid: int) -> bool:
 
 
 def test_eval_serves_a_drafter_measures_it_beside_the_target_alone_and_ends_both(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     exports = write_exports(tmp_path, "eagle3")
     target_folder, exported_drafter = exports["target"], exports["eagle3 for vllm"]
     prompts = tmp_path / "prompts.jsonl"
@@ -108,7 +105,6 @@ def test_eval_serves_a_drafter_measures_it_beside_the_target_alone_and_ends_both
     (plain, _), (drafted, with_drafter) = sorted(started(tmp_path), key=lambda one: "--speculative-config" in one[1])
     assert not is_running(plain)
     assert not is_running(drafted)
-    assert list(temporary.iterdir()) == []
     assert with_drafter[:4] == ["-m", "vllm.entrypoints.openai.api_server", "--model", target_folder]
     assert json.loads(with_drafter[with_drafter.index("--speculative-config") + 1])["model"] == exported_drafter
     assert with_drafter[with_drafter.index("--dtype") :][:5] == [
@@ -410,6 +406,29 @@ def test_the_reason_of_a_validation_is_said_and_not_the_page_that_explains_it(tm
         process.wait()
     with pytest.raises(HiddenstoreError, match="exit code 1: Value error, no dspark here"):
         _wait_until_up("http://127.0.0.1:1", process, log)
+
+
+def test_an_error_of_whoever_asks_a_server_is_no_error_of_its_log(tmp_path: Path) -> None:
+    python, log = VllmPython(engine(tmp_path)), tmp_path / "said.log"
+    server = ServerProcess(python.command("target", ()), python.environment(), log)
+    with pytest.raises(OSError, match="a disk of theirs is full"), running([server]):
+        raise OSError(errno.ENOSPC, "a disk of theirs is full")
+
+
+@pytest.mark.parametrize("length", [8, 80])
+def test_sockets_of_a_server_lie_in_a_folder_of_its_own_whose_name_leaves_them_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    with tempfile.TemporaryDirectory(prefix="t" * length, dir="/tmp") as temporary:
+        monkeypatch.setattr(tempfile, "tempdir", temporary)
+        log = tmp_path / "said.log"
+        server = ServerProcess(("sh", "-c", "echo folder=$VLLM_RPC_BASE_PATH; exit 1"), os.environ, log)
+        with pytest.raises(StorageError), running([server]):
+            pytest.fail("it is no server")
+        expected = f"folder={temporary}/hs-" if length == 8 else "folder=\n"
+        assert log.read_text().startswith(expected)
+        assert os.listdir(temporary) == []
 
 
 def test_a_wish_to_stop_ends_the_wait_for_a_server(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from trainer.train.storage import CACHE_BYTES, Mirror
 from trainer.train.track import Tracked, TrackedRun, tracker_names
 
 _COLUMNS = 2
-_BATCHES_LOOKED_AT, _BATCHES_SEARCHED = 32, 1000
+_BATCHES_LOOKED_AT = 32
 
 
 @dataclass(frozen=True)
@@ -389,7 +389,7 @@ def walk_largest(state: TrainState) -> None:
     group = state.group
     with group.all_or_none(), _told_what_helps("the states of the largest pack and of those beside it", state.device):
         plans = state.batches.plan(0)
-        first = list(islice(plans, _BATCHES_SEARCHED))
+        first = list(islice(plans, _BATCHES_LOOKED_AT))
         # What a later epoch may give to any rank.
         holder = max(chain(first, plans), key=lambda batch: max(map(_rows, batch[1])))
         pack = _largest_pack(state.batches, [*first, holder]).to(state.device)
