@@ -151,7 +151,7 @@ def test_the_largest_pack_is_walked_before_the_first_step_and_changes_nothing(
 def test_packs_of_many_samples_are_walked_where_they_are_the_largest(tmp_path: Path) -> None:
     state = state_of(tiny_store(tmp_path), tmp_path / "run", WORDS, ProcessGroup(Rank()))
     plans = list(state.batches.plan(0))
-    pack = loop._largest_pack(state.batches, plans)
+    pack = loop._largest_pack(state.batches, plans, loop._rows)
     rows = {slot.id: slot.tokens + slot.final_rows for _, slots in plans for slot in slots}
     packs = [[slots[i - plan.start].id for i in pack] for plan, slots in plans for pack in plan.packs]
     assert sum(rows[name] for name in pack.sample_ids) == max(sum(rows[name] for name in names) for names in packs)

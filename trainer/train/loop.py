@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -333,10 +334,10 @@ def _report(state: TrainState, last: dict[str, Any], began: float, was_finished:
 
 
 def seconds_per_step(state: TrainState) -> float:
-    """Forward and backward of the largest of the first packs, scaled to a whole batch, and Muon's iterations. Weights,
+    """Forward and backward of the longest of the first packs, scaled to a whole batch, and Muon's iterations. Weights,
     order and random draws of the run stay as they are. For a single process."""
     plans = islice(state.batches.plan(0), _BATCHES_LOOKED_AT)
-    pack = _largest_pack(state.batches, list(plans)).to(state.device)
+    pack = _largest_pack(state.batches, list(plans), attrgetter("tokens")).to(state.device)
     rounds = 1 if state.device.type == "cpu" else 2
     for _ in range(rounds):
         # What a device does first it does slowly.
@@ -392,7 +393,7 @@ def walk_largest(state: TrainState) -> None:
         first = list(islice(plans, _BATCHES_LOOKED_AT))
         # What a later epoch may give to any rank.
         holder = max(chain(first, plans), key=lambda batch: max(map(_rows, batch[1])))
-        pack = _largest_pack(state.batches, [*first, holder]).to(state.device)
+        pack = _largest_pack(state.batches, [*first, holder], _rows).to(state.device)
     what = f"the largest pack has {pack.tokens:,} tokens, and its forward and backward"
     with _told_what_helps(what, state.device), unsharded(state.parallel), group.all_or_none():
         # The first step makes the moments, and every later one works beside them.
@@ -422,10 +423,14 @@ def _rows(slot: SampleSlot) -> int:
     return slot.tokens + slot.final_rows
 
 
-def _largest_pack(batches: TokenBatches, plans: Sequence[tuple[BatchPlan, Sequence[SampleSlot]]]) -> PackedBatch:
+def _largest_pack(
+    batches: TokenBatches,
+    plans: Sequence[tuple[BatchPlan, Sequence[SampleSlot]]],
+    size_of: Callable[[SampleSlot], int],
+) -> PackedBatch:
     """Of all ranks in these batches of the first epoch."""
     _, rank, start, index = max(
-        (sum(_rows(slots[position - plan.start]) for position in pack), rank, plan.start, index)
+        (sum(size_of(slots[position - plan.start]) for position in pack), rank, plan.start, index)
         for plan, slots in plans
         for rank in range(batches.world_size)
         for index, pack in enumerate(plan.packs_of(rank, batches.world_size))
