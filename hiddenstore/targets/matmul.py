@@ -8,6 +8,7 @@ Shapes: n rows, I columns of the rows, O rows of the weight.
 """
 
 import math
+import platform
 import time
 from typing import Any
 
@@ -21,8 +22,18 @@ HAS_ONEDNN = (
     and torch.backends.cpu.get_cpu_capability() == "AVX512"
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 )
-HAS_BF16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) if torch.backends.mkldnn.is_available() else False
-"""Whether oneDNN multiplies bf16 on this CPU: by instructions of its own, or by AVX-512."""
+
+
+def _has_bf16() -> bool:
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    # With AVX-512 alone oneDNN takes bf16 and is slower at it than at fp32, four times from 64 rows on.
+    has_own = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return has_own or platform.machine().lower() not in ("x86_64", "amd64")
+
+
+HAS_BF16 = _has_bf16()
+"""Whether this CPU has instructions that multiply bf16, and oneDNN uses them."""
 FEWEST_WIDENED = 16
 """Rows below which reading a bf16 weight costs less than turning it into fp32."""
 FEWEST_WITH_GRADIENT = 100_000_000

@@ -1,5 +1,9 @@
 """Products by oneDNN against torch's own."""
 
+import platform
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -97,3 +101,10 @@ def test_a_width_that_does_not_fit_is_refused_in_torch_s_words() -> None:
 def test_onednn_switched_off_is_left_alone() -> None:
     with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
         assert not matmul.onednn_pays(torch.randn(4, 16), torch.randn(12, 16))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="reads /proc/cpuinfo")
+def test_a_cpu_multiplies_bf16_where_the_system_names_instructions_for_it() -> None:
+    flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
+    own = {"avx512_bf16", "amx_bf16"} & set(flags)
+    assert bool(own) is matmul.HAS_BF16
