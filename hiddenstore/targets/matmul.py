@@ -1,7 +1,7 @@
 """Products of rows with a weight matrix, by the fastest kernel torch holds for them, and whether bf16 pays.
 
-``onednn_pays`` is the one switch of the private operator used here: on CPUs with AVX-512 oneDNN multiplies fp32
-matrices faster than ``torch.mm`` (AMD EPYC: by 5 to 25 % on one thread, by 10 to 30 % on two, twice as fast for eight
+``onednn_pays`` is the one switch of the private operator used here: on AMD CPUs with AVX-512 oneDNN multiplies fp32
+matrices faster than ``torch.mm`` (EPYC: by 5 to 25 % on one thread, by 10 to 30 % on two, twice as fast for eight
 rows; ``benchmarks/results/products-2026-11-21.json``). Everything else is torch's. Both sum in fp32.
 
 Shapes: n rows, I columns of the rows, O rows of the weight.
@@ -10,6 +10,7 @@ Shapes: n rows, I columns of the rows, O rows of the weight.
 import math
 import platform
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +18,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+
+def _has_mkl_kernels() -> bool:
+    """Whether ``torch.mm`` is MKL's AVX-512, which it keeps for Intel's CPUs."""
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
+            cpu = file.read(1024)
+    except OSError:
+        cpu = platform.processor()
+    return torch.backends.mkl.is_available() and "GenuineIntel" in cpu
+
+
 HAS_ONEDNN = (
     torch.backends.mkldnn.is_available()
     and torch.backends.cpu.get_cpu_capability() == "AVX512"
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    and not _has_mkl_kernels()
 )
+"""Whether oneDNN multiplies fp32 faster than torch on this CPU."""
 
 
 def _has_bf16() -> bool:
@@ -69,7 +83,7 @@ def bf16_speedup(width: int, inner: int, rows: int) -> float:
 
 
 def onednn_pays(x: Tensor, weight: Tensor, *, needs_gradient: bool = False) -> bool:
-    """Whether oneDNN multiplies these faster than torch: fp32 on a CPU with AVX-512, outside autocast and compilation,
+    """Whether oneDNN multiplies these faster than torch: fp32 on a CPU where it is, outside autocast and compilation,
     and large enough where a gradient is made. A weight that is a slice of columns would go to a kernel slower by orders
     of magnitude."""
     return (

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from hiddenstore.targets import matmul
 from hiddenstore.targets.matmul import Linear, linear
 
-needs_onednn = pytest.mark.skipif(not matmul.HAS_ONEDNN, reason="needs a CPU with AVX-512")
+needs_onednn = pytest.mark.skipif(not matmul.HAS_ONEDNN, reason="needs an AMD CPU with AVX-512")
 
 
 @pytest.fixture(autouse=True)
