@@ -22,7 +22,7 @@ from tests.trainer.two_ranks import free_ports
 from trainer import settings
 from trainer.parallel.group import ProcessGroup, process_group
 from trainer.settings import activation_bytes, load_config
-from trainer.train import loop
+from trainer.train import loop, step
 from trainer.train.loop import walk_largest
 from trainer.train.run_folder import TrainOptions
 from trainer.train.state import TrainState, build_state, token_batches
@@ -156,6 +156,25 @@ def test_packs_of_many_samples_are_walked_where_they_are_the_largest(tmp_path: P
     packs = [[slots[i - plan.start].id for i in pack] for plan, slots in plans for pack in plan.packs]
     assert sum(rows[name] for name in pack.sample_ids) == max(sum(rows[name] for name in names) for names in packs)
     assert len(pack.sample_ids) > 1
+
+
+def test_final_rows_behind_a_cut_make_no_pack_larger(tmp_path: Path) -> None:
+    words = [*WORDS, "data.max_tokens=12", "data.batch_tokens=60", "data.pack_tokens=30"]
+    state = state_of(tiny_store(tmp_path), tmp_path / "run", words, ProcessGroup(Rank()))
+    slots = [slot for _, slots in state.batches.plan(0) for slot in slots]
+    assert max(slot.final_rows for slot in slots) > 12
+    assert max(map(loop._rows, slots)) <= 24
+
+
+def test_a_validation_walks_as_many_tokens_as_are_read_of_its_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*WORDS, "data.max_tokens=10", "data.batch_tokens=20", "data.pack_tokens=20", "train.validation_tokens=50"]
+    state = state_of(tiny_store(tmp_path), tmp_path / "run", words, ProcessGroup(Rank()))
+    walked, real = [], step.inputs_of
+    monkeypatch.setattr(step, "inputs_of", lambda state, packs: (walked.extend(packs), real(state, packs))[1])
+    step.validate(state)
+    assert sum(pack.tokens for pack in walked) in range(50, 70)
 
 
 def test_a_largest_pack_that_memory_does_not_hold_is_told_with_what_helps(
