@@ -25,6 +25,7 @@ from hiddenstore.testing import builders
 from hiddenstore.testing.builders import make_store
 from hiddenstore.writer import create_store, write_unit
 from tests.forked import Forked
+from tests.tiny_world import tree
 from tests.trainer.runs import ON_CPU, WORDS, tiny_store
 from trainer.train import step as step_module
 from trainer.train.log import _norm_text
@@ -116,6 +117,14 @@ def test_an_existing_run_is_not_overwritten(store: Store, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"optim\.lr=1") as refused:
         train(store.path, tmp_path / "run", words=["optim.lr=1"], resume=True)
     assert refused.value.kind == "resume-settings"
+
+
+def test_a_store_is_no_folder_for_a_run_which_no_command_would_find_there(store: Store) -> None:
+    before = tree(Path(store.path))
+    with pytest.raises(ConflictError, match="holds a store, and no run is looked for beside it") as caught:
+        train(store.path, store.path, words=WORDS)
+    assert caught.value.kind == "output-exists"
+    assert tree(Path(store.path)) == before
 
 
 def test_a_store_without_the_final_hidden_is_refused_with_the_command(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from hiddenstore import settings
 from hiddenstore.console.output import output
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.files.documents import seal, unseal
+from hiddenstore.files.layout import kind_of
 from hiddenstore.files.lock import FolderLock
 from hiddenstore.fs.publish import make_folder, new_folder, replace_file
 from hiddenstore.fs.seam import storage_error
@@ -231,7 +232,13 @@ class RunFacts(Document):
 
 
 def refuse_existing(run: Path, hint: str) -> None:
-    """ConflictError ``output-exists`` where a folder holds a run, or somebody's files under names that a run has."""
+    """ConflictError ``output-exists`` where a folder holds a run, or somebody's files under names that a run has, or is
+    a store or DATA, which no command would take for a run."""
+    if (other := kind_of(run)) in ("store", "data"):
+        problem = (
+            f"{run} holds {'a store' if other == 'store' else 'prepared data'}, and no run is looked for beside it"
+        )
+        raise ConflictError(problem, kind=Kind.OUTPUT_EXISTS, hint="give another -o folder")
     newest = checkpoint.latest(run)
     if newest is not None and not (run / RUN_JSON).exists():
         problem = f"{run} holds checkpoints, {newest.name} the newest, of a run whose {RUN_JSON} is missing"
