@@ -10,14 +10,12 @@ import torch
 
 from hiddenstore.errors import StorageError
 from hiddenstore.files.lock import FolderLock
-from hiddenstore.inputs import input_digest
 from hiddenstore.process import Rank, from_environment
 from hiddenstore.records import Sample, sample_id
 from hiddenstore.store import Store
 from hiddenstore.testing import builders
-from hiddenstore.writer import create_store, write_unit
 from tests.forked import Forked
-from tests.trainer.runs import ON_CPU, WORDS, tiny_store
+from tests.trainer.runs import ON_CPU, WORDS, store_of, tiny_store
 from tests.trainer.two_ranks import free_ports
 from trainer import settings
 from trainer.parallel.group import ProcessGroup, process_group
@@ -34,10 +32,6 @@ SHORT, LONG, CHATS = 30, 3000, 60
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """60 samples of 30 tokens and one of 3,000."""
-    capture = builders.capture_spec((1, 3, 4))
-    made = create_store(
-        tmp_path_factory.mktemp("long") / "store", capture, builders.HEAD, "safe", builders.target_files()
-    )
     rng = np.random.default_rng(0)
     samples = []
     for index in range(CHATS + 1):
@@ -46,9 +40,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
         mask = (np.arange(tokens) >= 8).astype(np.uint8)
         spans = np.array([[2, 8, tokens]], np.int32)
         samples.append(Sample(sample_id(ids, mask), ids, mask, spans, "train", f"chats:{index}"))
-    digest = input_digest((sample.id, sample.split) for sample in samples)
-    write_unit(made, f"{digest[:12]}-000000", digest, builders.random_records(samples, capture), (), builders.ENGINE)
-    return Store.open(made.path)
+    return store_of(tmp_path_factory.mktemp("long"), samples)
 
 
 def test_one_long_sample_leaves_batch_steps_and_rate_to_the_others(

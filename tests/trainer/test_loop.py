@@ -18,15 +18,12 @@ import torch
 from hiddenstore.cli import main
 from hiddenstore.data import TokenBatches
 from hiddenstore.errors import CaptureError, ConfigError, ConflictError, InterruptError, StorageError
-from hiddenstore.inputs import input_digest
 from hiddenstore.records import sample_id
 from hiddenstore.store import Store
-from hiddenstore.testing import builders
-from hiddenstore.testing.builders import make_store
-from hiddenstore.writer import create_store, write_unit
+from hiddenstore.testing.builders import make_samples, make_store
 from tests.forked import Forked
 from tests.tiny_world import tree
-from tests.trainer.runs import ON_CPU, WORDS, tiny_store
+from tests.trainer.runs import ON_CPU, WORDS, store_of, tiny_store
 from trainer.train import step as step_module
 from trainer.train.log import _norm_text
 from trainer.train.loop import train
@@ -80,13 +77,11 @@ def test_a_cut_that_leaves_nothing_to_teach_is_refused_before_the_first_step(sto
 
 
 def test_a_store_that_supervises_nothing_is_refused_instead_of_trained_on_for_nothing(tmp_path: Path) -> None:
-    capture, samples = builders.capture_spec((1, 3, 4)), []
-    for one in builders.make_samples(6):
+    samples = []
+    for one in make_samples(6):
         mask = np.zeros_like(one.loss_mask)
         samples.append(replace(one, id=sample_id(one.input_ids, mask), loss_mask=mask, split="train"))
-    made = create_store(tmp_path / "store", capture, builders.HEAD, "safe", builders.target_files())
-    digest = input_digest((sample.id, sample.split) for sample in samples)
-    write_unit(made, f"{digest[:12]}-000000", digest, builders.random_records(samples, capture), (), builders.ENGINE)
+    made = store_of(tmp_path, samples)
     with pytest.raises(ConfigError, match=r"no token of the training split of .* teaches") as caught:
         train(made.path, tmp_path / "run", words=WORDS)
     assert caught.value.kind == "mask-empty"

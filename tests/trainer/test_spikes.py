@@ -15,13 +15,10 @@ from hiddenstore.cli import main
 from hiddenstore.data import TokenBatches
 from hiddenstore.errors import CaptureError, ConfigError, NotFoundError
 from hiddenstore.files.documents import seal
-from hiddenstore.inputs import input_digest
 from hiddenstore.records import sample_id
 from hiddenstore.store import Store
-from hiddenstore.testing import builders
-from hiddenstore.testing.builders import make_store
-from hiddenstore.writer import create_store, write_unit
-from tests.trainer.runs import WORDS, tiny_store
+from hiddenstore.testing.builders import make_samples, make_store
+from tests.trainer.runs import WORDS, store_of, tiny_store
 from trainer.config import LoopConfig
 from trainer.evaluate.acceptance import DraftShape
 from trainer.evaluate.simulate import evaluate
@@ -81,14 +78,11 @@ def test_a_loss_is_judged_by_the_median_of_the_last_ones_that_were_taken() -> No
 
 
 def test_steps_that_teach_nothing_make_no_spike_of_those_that_do(tmp_path: Path) -> None:
-    capture = builders.capture_spec((1, 3, 4))
     samples = []
-    for index, one in enumerate(builders.make_samples(40)):
+    for index, one in enumerate(make_samples(40)):
         mask = one.loss_mask * (index % 4 == 0)
         samples.append(replace(one, id=sample_id(one.input_ids, mask), loss_mask=mask, split="train"))
-    made = create_store(tmp_path / "store", capture, builders.HEAD, "safe", builders.target_files())
-    digest = input_digest((sample.id, sample.split) for sample in samples)
-    write_unit(made, f"{digest[:12]}-000000", digest, builders.random_records(samples, capture), (), builders.ENGINE)
+    made = store_of(tmp_path, samples)
     words = [*GUARDED, "data.batch_tokens=40", "data.pack_tokens=40", "train.max_steps=80"]
     report = train(made.path, tmp_path / "run", words=words)
     taught = [line["taught"] for line in lines(tmp_path / "run") if "taught" in line]
