@@ -24,6 +24,13 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _SECOND_SIGNAL_EXIT = 130
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python or torch found no memory. torch has a class for a full GPU, and none for a full machine."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
 @dataclass(frozen=True)
 class Rank:
     """This worker among ``world_size``, counted from 0; ``local_rank`` counts within one machine."""

@@ -358,7 +358,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
         names = ["/".join(path[-parts:]) for path in whole]
         if len(set(names)) == len(names):
             return names
-    return [f"{'/'.join(path)} ({place})" for place, path in enumerate(whole, 1)]
+    return [f"{Path(*path)} ({place})" for place, path in enumerate(whole, 1)]
 
 
 def accepted_lengths(logs: Mapping[str, Curves]) -> tuple[int | None, dict[str, float]]:

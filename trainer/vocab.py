@@ -73,8 +73,9 @@ class DraftVocab:
         """From target ids in any order."""
         ids = ids.long().sort().values
         if len(ids) and (int(ids[0]) < 0 or int(ids[-1]) >= target_size):
+            outside = int(ids[0]) if int(ids[0]) < 0 else int(ids[-1])
             raise ConfigError(
-                f"draft vocabulary names token {int(ids[-1])}, but the target has {target_size}",
+                f"draft vocabulary names token {outside}, but the target has {target_size}",
                 kind=Kind.VOCAB_INVALID,
             )
         t2d = torch.zeros(target_size, dtype=torch.bool)

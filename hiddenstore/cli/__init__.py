@@ -26,6 +26,7 @@ import click
 from hiddenstore.console.output import Output
 from hiddenstore.doctor import PACKAGES, check_packages
 from hiddenstore.errors import ConfigError, HiddenstoreError, InterruptError, Kind, NotFoundError, StorageError
+from hiddenstore.process import is_out_of_memory
 
 __all__ = ["main"]
 
@@ -39,7 +40,6 @@ RUN_AGAIN = "run the same command again"
 PIPE_EXIT = 141
 
 _NO_MEMORY = (
-    "defaultcpuallocator: can't allocate memory",
     "failed to map segment",
     "cannot map zero-fill pages",
     "cannot allocate memory",
@@ -413,9 +413,9 @@ def as_hiddenstore_error(error: Exception, arguments: Sequence[str]) -> Hiddenst
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if is_out_of_memory(error):
         return True
-    # torch has a class for a full GPU, and none for a full machine; the loader of libraries has no class.
+    # The loader of libraries has no class of its own.
     return isinstance(error, RuntimeError | ImportError) and any(words in str(error).lower() for words in _NO_MEMORY)
 
 

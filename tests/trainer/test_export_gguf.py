@@ -266,6 +266,22 @@ def test_a_field_that_is_missing_is_named_in_full(field: str, target: str, tmp_p
     _refused(rewritten(out, tmp_path / "b.gguf", {}, without=field), f"lacks the field {field}")
 
 
+def test_a_field_of_another_kind_or_size_than_a_drafter_has_is_refused(target: str, tmp_path: Path) -> None:
+    qwen = write_target(tmp_path / "qwen.gguf", architecture="qwen35")
+    eagle, mtp = (
+        written(case(name), tmp_path / f"{number}.gguf", of)
+        for number, (name, of) in enumerate((("eagle3", target), ("mtp of Qwen3.5", qwen)))
+    )
+    changes: list[tuple[Path, str, str | int | float, str]] = [
+        (eagle, "tokenizer.ggml.tokens", 1.5, "cannot be had here"),
+        (eagle, "eagle3.attention.head_count", "x", "which are no 'x' heads"),
+        (eagle, "eagle3.attention.head_count_kv", 4_000_000_000, "16 rows in .*, which are no 4000000000 heads"),
+        (mtp, "qwen35.attention.key_length", "x", "cannot be had here"),
+    ]
+    for number, (out, field, value, text) in enumerate(changes):
+        _refused(rewritten(out, tmp_path / f"changed-{number}.gguf", {field: value}), text)
+
+
 def test_more_layers_than_tensors_are_refused_before_their_names_are_made(target: str, tmp_path: Path) -> None:
     out = written(case("dflash"), tmp_path / "a.gguf", target)
     changed = rewritten(out, tmp_path / "b.gguf", {"dflash.block_count": 40_000})

@@ -271,7 +271,9 @@ def test_of_what_nccl_says_the_line_that_tells_why_is_shown() -> None:
         raise RuntimeError
 
 
-def test_a_gpu_that_is_full_has_lost_nobody() -> None:
+def test_a_machine_or_a_gpu_that_is_full_has_lost_nobody() -> None:
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"), peer_errors():
+        torch.empty(1 << 50)
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"), peer_errors():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     with pytest.raises(torch.AcceleratorError, match="device-side assert"), peer_errors():

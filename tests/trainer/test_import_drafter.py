@@ -291,6 +291,8 @@ def broken(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors["fc.weight"] = torch.zeros(D, 2 * D)
     elif name == "missing":
         del tensors["norm.weight"]
+    elif name == "nan":
+        tensors["norm.weight"][0] = torch.nan
     elif name == "rope":
         config["rope_scaling"] = {"rope_type": "dynamic", "factor": 2.0}
     elif name == "incomplete":
@@ -308,6 +310,7 @@ def broken(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         ("bias", "q_proj.bias: not a tensor of this drafter"),
         ("shape", r"fc\.weight: \[32, 96\] expected, \[32, 64\] found"),
         ("missing", r"norm\.weight: missing"),
+        ("nan", r"norm\.weight: NaN or infinity"),
         ("rope", "rope_type"),
         ("incomplete", "lack 'rms_norm_eps'"),
         ("other", "is no checkpoint of eagle1, eagle3, dflash, medusa, peagle.*: architectures is MLPSpeculator"),

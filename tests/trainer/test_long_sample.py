@@ -10,19 +10,17 @@ import torch
 
 from hiddenstore.errors import StorageError
 from hiddenstore.files.lock import FolderLock
-from hiddenstore.inputs import input_digest
 from hiddenstore.process import Rank, from_environment
 from hiddenstore.records import Sample, sample_id
 from hiddenstore.store import Store
 from hiddenstore.testing import builders
-from hiddenstore.writer import create_store, write_unit
 from tests.forked import Forked
-from tests.trainer.runs import ON_CPU, WORDS, tiny_store
+from tests.trainer.runs import ON_CPU, WORDS, store_of, tiny_store
 from tests.trainer.two_ranks import free_ports
 from trainer import settings
 from trainer.parallel.group import ProcessGroup, process_group
 from trainer.settings import activation_bytes, load_config
-from trainer.train import loop
+from trainer.train import loop, step
 from trainer.train.loop import walk_largest
 from trainer.train.run_folder import TrainOptions
 from trainer.train.state import TrainState, build_state, token_batches
@@ -34,10 +32,6 @@ SHORT, LONG, CHATS = 30, 3000, 60
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """60 samples of 30 tokens and one of 3,000."""
-    capture = builders.capture_spec((1, 3, 4))
-    made = create_store(
-        tmp_path_factory.mktemp("long") / "store", capture, builders.HEAD, "safe", builders.target_files()
-    )
     rng = np.random.default_rng(0)
     samples = []
     for index in range(CHATS + 1):
@@ -46,9 +40,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
         mask = (np.arange(tokens) >= 8).astype(np.uint8)
         spans = np.array([[2, 8, tokens]], np.int32)
         samples.append(Sample(sample_id(ids, mask), ids, mask, spans, "train", f"chats:{index}"))
-    digest = input_digest((sample.id, sample.split) for sample in samples)
-    write_unit(made, f"{digest[:12]}-000000", digest, builders.random_records(samples, capture), (), builders.ENGINE)
-    return Store.open(made.path)
+    return store_of(tmp_path_factory.mktemp("long"), samples)
 
 
 def test_one_long_sample_leaves_batch_steps_and_rate_to_the_others(
@@ -156,6 +148,25 @@ def test_packs_of_many_samples_are_walked_where_they_are_the_largest(tmp_path: P
     packs = [[slots[i - plan.start].id for i in pack] for plan, slots in plans for pack in plan.packs]
     assert sum(rows[name] for name in pack.sample_ids) == max(sum(rows[name] for name in names) for names in packs)
     assert len(pack.sample_ids) > 1
+
+
+def test_final_rows_behind_a_cut_make_no_pack_larger(tmp_path: Path) -> None:
+    words = [*WORDS, "data.max_tokens=12", "data.batch_tokens=60", "data.pack_tokens=30"]
+    state = state_of(tiny_store(tmp_path), tmp_path / "run", words, ProcessGroup(Rank()))
+    slots = [slot for _, slots in state.batches.plan(0) for slot in slots]
+    assert max(slot.final_rows for slot in slots) > 12
+    assert max(map(loop._rows, slots)) <= 24
+
+
+def test_a_validation_walks_as_many_tokens_as_are_read_of_its_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*WORDS, "data.max_tokens=10", "data.batch_tokens=20", "data.pack_tokens=20", "train.validation_tokens=50"]
+    state = state_of(tiny_store(tmp_path), tmp_path / "run", words, ProcessGroup(Rank()))
+    walked, real = [], step.inputs_of
+    monkeypatch.setattr(step, "inputs_of", lambda state, packs: (walked.extend(packs), real(state, packs))[1])
+    step.validate(state)
+    assert sum(pack.tokens for pack in walked) in range(50, 70)
 
 
 def test_a_largest_pack_that_memory_does_not_hold_is_told_with_what_helps(

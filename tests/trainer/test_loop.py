@@ -11,16 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from hiddenstore.cli import main
 from hiddenstore.data import TokenBatches
-from hiddenstore.errors import CaptureError, ConfigError, ConflictError, InterruptError
+from hiddenstore.errors import CaptureError, ConfigError, ConflictError, InterruptError, StorageError
+from hiddenstore.records import sample_id
 from hiddenstore.store import Store
-from hiddenstore.testing.builders import make_store
+from hiddenstore.testing.builders import make_samples, make_store
 from tests.forked import Forked
-from tests.trainer.runs import ON_CPU, WORDS, tiny_store
+from tests.tiny_world import tree
+from tests.trainer.runs import ON_CPU, WORDS, store_of, tiny_store
 from trainer.train import step as step_module
 from trainer.train.log import _norm_text
 from trainer.train.loop import train
@@ -73,6 +76,18 @@ def test_a_cut_that_leaves_nothing_to_teach_is_refused_before_the_first_step(sto
     assert not (tmp_path / "run").exists()
 
 
+def test_a_store_that_supervises_nothing_is_refused_instead_of_trained_on_for_nothing(tmp_path: Path) -> None:
+    samples = []
+    for one in make_samples(6):
+        mask = np.zeros_like(one.loss_mask)
+        samples.append(replace(one, id=sample_id(one.input_ids, mask), loss_mask=mask, split="train"))
+    made = store_of(tmp_path, samples)
+    with pytest.raises(ConfigError, match=r"no token of the training split of .* teaches") as caught:
+        train(made.path, tmp_path / "run", words=WORDS)
+    assert caught.value.kind == "mask-empty"
+    assert not (tmp_path / "run").exists()
+
+
 def test_packs_accumulate_to_the_gradient_of_the_whole_batch(store: Store, tmp_path: Path) -> None:
     words = [*ON_CPU, "train.max_steps=3", "train.validate_every=0"]
     train(store.path, tmp_path / "packs", words=words)
@@ -97,6 +112,14 @@ def test_an_existing_run_is_not_overwritten(store: Store, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"optim\.lr=1") as refused:
         train(store.path, tmp_path / "run", words=["optim.lr=1"], resume=True)
     assert refused.value.kind == "resume-settings"
+
+
+def test_a_store_is_no_folder_for_a_run_which_no_command_would_find_there(store: Store) -> None:
+    before = tree(Path(store.path))
+    with pytest.raises(ConflictError, match="holds a store, and no run is looked for beside it") as caught:
+        train(store.path, store.path, words=WORDS)
+    assert caught.value.kind == "output-exists"
+    assert tree(Path(store.path)) == before
 
 
 def test_a_store_without_the_final_hidden_is_refused_with_the_command(tmp_path: Path) -> None:
@@ -130,6 +153,29 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_samples(
     assert caught.value.kind == "loss-not-finite"
     assert any(sample in str(caught.value) for sample in store.sample_ids)
     assert sorted(p.name for p in (tmp_path / "run/checkpoints").glob("step-*")) == ["step-2"]
+
+
+def test_a_step_for_which_the_machine_has_no_memory_says_what_helps(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*ON_CPU, "train.max_steps=4", "train.checkpoint_every=2", "train.validate_every=0"]
+    real, begun = step_module.Totals.add, []
+
+    def grown(totals: Any, losses: Any) -> None:
+        begun.append(totals)
+        if len(begun) > 5:
+            torch.empty(1 << 50)
+        real(totals, losses)
+
+    monkeypatch.setattr(step_module.Totals, "add", grown)
+    with pytest.raises(
+        StorageError, match=r"of step \d do not fit into the memory of cpu: .*DefaultCPUAllocator"
+    ) as caught:
+        train(store.path, tmp_path / "run", words=words)
+    assert caught.value.kind == "out-of-memory"
+    assert "data.pack_tokens" in str(caught.value.hint)
+    monkeypatch.undo()
+    assert train(store.path, tmp_path / "run", resume=True).steps == 4
 
 
 def test_a_signal_saves_a_checkpoint_and_a_resume_finishes(
@@ -213,6 +259,18 @@ def test_a_finished_run_says_so_and_more_steps_continue_it(
     more = train(store.path, tmp_path / "run", words=["train.max_steps=3"], resume=True)
     assert (more.was_finished, more.steps) == (False, 3)
     assert train(store.path, tmp_path / "run", resume=True).steps == 3
+
+
+def test_a_setting_that_a_resume_refuses_is_not_kept_for_the_next_one(tmp_path: Path) -> None:
+    made = make_store(tmp_path, samples=4, layers=(1, 3, 4))
+    train(made.path, tmp_path / "run", words=[*WORDS, "train.max_steps=2"])
+    settings = (tmp_path / "run/config.yaml").read_bytes()
+    for refused in ("train.context_parallel=3", "train.patience=2"):
+        with pytest.raises(ConfigError):
+            train(made.path, tmp_path / "run", words=[refused, "train.max_steps=3"], resume=True)
+        assert (tmp_path / "run/config.yaml").read_bytes() == settings
+    train(made.path, tmp_path / "run", words=["train.max_steps=3"], resume=True)
+    assert train(made.path, tmp_path / "run", resume=True).steps == 3
 
 
 def test_a_resume_refuses_another_store_and_takes_a_copy(store: Store, tmp_path: Path) -> None:

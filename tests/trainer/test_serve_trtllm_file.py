@@ -101,6 +101,7 @@ def test_a_file_is_read_and_all_its_problems_are_listed(tmp_path: Path) -> None:
         ("- a\n- b\n", "should hold key: value lines"),
         ("", "should hold key: value lines"),
         ("enable_attention_dp: true\nenable_attention_dp: false\n", "is set twice"),
+        ("speculative_config: Eagle3\n", "speculative_config: should hold key: value lines, found 'Eagle3'"),
         ("backend: !!python/object/apply:os.system ['true']\n", "is no YAML"),
     ],
 )
@@ -111,3 +112,11 @@ def test_a_file_that_is_no_settings_is_refused(tmp_path: Path, text: str, said: 
         check_file(file)
     with pytest.raises(NotFoundError, match="does not exist"):
         check_file(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize("method", ["ngram", "user-provided", "none"])
+def test_a_word_for_a_whole_section_is_refused(method: str) -> None:
+    more = {"drafter": "mine:Drafter", "form": "python"} if method == "user-provided" else {}
+    with pytest.raises(ConfigError, match=r"speculative_config.*should") as raised:
+        planned("trtllm", method=method, settings=("speculative_config=eagle",), **more)
+    assert raised.value.kind == "serve-setting"

@@ -15,6 +15,7 @@ from tests.trainer.runs import WORDS, tiny_store
 from trainer import settings as module
 from trainer.parallel.group import ProcessGroup
 from trainer.settings import activation_bytes, config_class, load_config, longest_sample
+from trainer.train import loop
 from trainer.train.loop import Forecast, forecast, forecast_text, seconds_per_step, train
 from trainer.train.run_folder import TrainOptions
 from trainer.train.state import TrainState, build_state
@@ -89,13 +90,28 @@ def test_the_checkpoints_on_disk_take_what_was_said_before_the_first_step(
     store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*WORDS, "train.max_steps=2", "train.keep=1", "train.keep_best=0", "train.validate_every=0"]
-    with pytest.raises(SystemExit):
-        main(["train", store.path, *words, "-o", str(tmp_path / "run"), "--json"])
-    said = json.loads(capsys.readouterr().out)["forecast"]
-    files = list((tmp_path / "run" / "checkpoints").rglob("*.safetensors"))
-    assert said["checkpoint_bytes"] == pytest.approx(sum(path.stat().st_size for path in files), rel=0.1)
-    assert said["memory_bytes"] > 50e6
-    assert said["seconds"] > 0
+    beside = []
+    for name, frozen in (("run", []), ("frozen", ["drafter.train_head=false"])):
+        with pytest.raises(SystemExit):
+            main(["train", store.path, *words, *frozen, "-o", str(tmp_path / name), "--json"])
+        said = json.loads(capsys.readouterr().out)["forecast"]
+        files = list((tmp_path / name / "checkpoints").rglob("*.safetensors"))
+        # A generator of torch, and the names of the tensors.
+        beside.append(sum(path.stat().st_size for path in files) - said["checkpoint_bytes"])
+        assert said["memory_bytes"] > 50e6
+        assert said["seconds"] > 0
+    assert 0 < beside[1] < beside[0] < 16_000
+
+
+def test_a_run_that_goes_on_has_its_moments_in_memory_already(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "peak_bytes", lambda: 0)
+    new = state_of(store, tmp_path / "new")
+    assert forecast(new).memory_bytes == loop._moment_bytes(new) * (new.device.type == "cpu")
+    train(store.path, tmp_path / "run", words=[*WORDS, "train.max_steps=2", "train.validate_every=0"])
+    options = TrainOptions(store.path, tmp_path / "run", None, None, ("train.max_steps=4",), resume=True)
+    assert forecast(build_state(options, ProcessGroup(Rank()), FolderLock(tmp_path / "run"))).memory_bytes == 0
 
 
 def test_of_several_processes_only_the_checkpoints_are_foretold() -> None:

@@ -124,6 +124,16 @@ def test_a_seed_repeats_a_sampled_answer_and_another_seed_does_not() -> None:
     assert any(answer != answers[0] for answer in answers)
 
 
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_the_smallest_temperature_gives_the_greedy_answer(method: DraftSampleMethod) -> None:
+    model, tokenizer = make_model(vocab=VOCAB), make_tokenizer()
+    target = LiveTarget(model, tokenizer, identity_in_memory(model, tokenizer), ())
+    rule = RejectionSampling(5e-324, torch.arange(VOCAB), 0, method)
+    drawing = Drawing(torch.tensor([0.5, 0.0, 1.0, -0.5, 0.0]))
+    sampled = speculative(target, drawing, [4, 2, 3], 12, AcceptanceTally(2), rule)
+    assert sampled.tokens == plain(target, [4, 2, 3], 12).tokens
+
+
 def test_a_temperature_of_zero_is_not_sampled() -> None:
     with pytest.raises(ConfigError):
         RejectionSampling(0.0, torch.arange(VOCAB))

@@ -15,9 +15,10 @@ from hiddenstore.cli import main
 from hiddenstore.data import TokenBatches
 from hiddenstore.errors import CaptureError, ConfigError, NotFoundError
 from hiddenstore.files.documents import seal
+from hiddenstore.records import sample_id
 from hiddenstore.store import Store
-from hiddenstore.testing.builders import make_store
-from tests.trainer.runs import WORDS, tiny_store
+from hiddenstore.testing.builders import make_samples, make_store
+from tests.trainer.runs import WORDS, store_of, tiny_store
 from trainer.config import LoopConfig
 from trainer.evaluate.acceptance import DraftShape
 from trainer.evaluate.simulate import evaluate
@@ -25,7 +26,7 @@ from trainer.train import checkpoint
 from trainer.train import loop as loop_module
 from trainer.train.guard import ENOUGH, MOST_IN_A_ROW, WINDOW, BestCheckpoints, BestState, SpikeGuard
 from trainer.train.loop import train
-from trainer.train.run_folder import load_drafter
+from trainer.train.run_folder import branch, load_drafter
 
 GUARDED = [
     *WORDS,
@@ -74,6 +75,19 @@ def test_a_loss_is_judged_by_the_median_of_the_last_ones_that_were_taken() -> No
             taken.append(loss)
         guard = SpikeGuard(4.0, type(guard.state).model_validate_json(guard.state.model_dump_json()))
     assert guard.skipped == 300 - len(taken) > 10
+
+
+def test_steps_that_teach_nothing_make_no_spike_of_those_that_do(tmp_path: Path) -> None:
+    samples = []
+    for index, one in enumerate(make_samples(40)):
+        mask = one.loss_mask * (index % 4 == 0)
+        samples.append(replace(one, id=sample_id(one.input_ids, mask), loss_mask=mask, split="train"))
+    made = store_of(tmp_path, samples)
+    words = [*GUARDED, "data.batch_tokens=40", "data.pack_tokens=40", "train.max_steps=80"]
+    report = train(made.path, tmp_path / "run", words=words)
+    taught = [line["taught"] for line in lines(tmp_path / "run") if "taught" in line]
+    assert sum(count == 0 for count in taught) > 40
+    assert (report.steps, report.skipped_steps) == (80, 0)
 
 
 def test_a_spike_changes_no_weight_and_its_samples_are_written_down(
@@ -173,12 +187,18 @@ def test_eval_takes_the_best_checkpoint_when_asked(
     assert walked == [2, 3]
 
 
-def test_a_run_without_best_says_so(store: Store, tmp_path: Path) -> None:
+def test_a_run_without_best_says_so(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(store.path, tmp_path / "none", words=[*EACH, "train.max_steps=2", "train.keep_best=0"])
     assert names(tmp_path / "none") == ["step-2"]
     train(store.path, tmp_path / "run", words=[*WORDS, "train.max_steps=2", "train.validate_every=0"])
     with pytest.raises(NotFoundError, match="none of its steps was validated"):
         checkpoint.best(tmp_path / "run")
+    scripted(monkeypatch, [1, 2])
+    train(store.path, tmp_path / "two", words=[*EACH, "train.max_steps=2"])
+    assert names(tmp_path / "two") == ["step-1", "step-2"]
+    branch(tmp_path / "two", tmp_path / "on")
+    with pytest.raises(NotFoundError, match=r"step-1 is not kept .* or of the run that this one goes on from"):
+        checkpoint.best(tmp_path / "on")
 
 
 def test_accepted_length_is_better_the_larger_it_is(

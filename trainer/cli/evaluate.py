@@ -212,6 +212,8 @@ def evaluate(
         raise click.UsageError("expected RUN and STORE, or --engine with --server and --prompts")
     elif costs and options["target"] is None:
         raise click.UsageError("--costs are measured on the target: give --target T")
+    elif costs and all(shape.width > 1 for shape in shapes):
+        raise click.UsageError("--costs are measured of chains: give --draft-len 1,2,3,5")
     else:
         of_servers = options.keys() - set(_OF_TARGET)
         _refuse(of_servers, "RUN and STORE are walked, this is for servers: --engine or --serve")

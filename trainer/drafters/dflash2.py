@@ -15,6 +15,7 @@ N blocks, B slots of a block, K = B-1 taught slots, n rows.
 """
 
 import math
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
@@ -232,7 +233,7 @@ class DFlash2Objective(BlockObjective):
             scales = scales * dpace_weights(losses.detach(), taught, self.loss.dpace_alpha)
         more = self.loss.selector * (losses * scales).sum()
         hits = torch.zeros_like(inputs.labels).masked_scatter(taught, hit.long()).sum(0)
-        return StepLosses(unary.total + more, unary.value + more.detach().double(), unary.sums, hits, unary.counts)
+        return replace(unary.plus(more), hits=hits)
 
     def _selected(self, states: Tensor, previous: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The cross-entropy fp32 [n] of labels int64 [n] among the candidates of states [n, D] that follow the tokens

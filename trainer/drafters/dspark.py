@@ -168,9 +168,7 @@ class DSparkObjective(BlockObjective):
         said = model.confidence_head(joined).view_as(overlap)
         surprise = F.binary_cross_entropy_with_logits(said, overlap.to(said.dtype).clamp(0, 1), reduction="none")
         more = loss.confidence * (surprise * scales.to(said.dtype))[taught].sum()
-        return StepLosses(
-            found.total + more, found.value + more.detach().double(), found.sums, found.hits, found.counts
-        )
+        return found.plus(more)
 
 
 class _DSparkKind(type(DFLASH)):  # type: ignore[misc]

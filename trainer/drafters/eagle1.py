@@ -12,7 +12,7 @@ Shapes: T tokens, R taught slots, D target width, K drafted tokens, A active slo
 G key heads, E head width.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
@@ -106,7 +106,7 @@ class RegressionObjective:
         scale = step_scales(torch.ones_like(denominators), denominators)
         ce = head_losses(self.head.widened(states), self.head.weight, supervision, scale * self.loss.ce_weight)
         distance = self._distance(states[slots[:, 0]], features_ahead) * (scale[0] * self.loss.regression_weight)
-        return replace(ce, total=ce.total + distance, value=ce.value + distance.detach().double())
+        return ce.plus(distance)
 
     def _distance(self, predicted: Tensor, features: Tensor) -> Tensor:
         """Sum over slots of the mean over D."""

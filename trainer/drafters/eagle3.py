@@ -85,6 +85,11 @@ class TttLoss(LossConfig):
     """``lk_lambda`` blends by each slot's overlap (speculators) or by the step's mean over the pack (SpecForge), which
     takes a pass more."""
 
+    @property
+    def blends_by_step(self) -> bool:
+        """Whether a slot's loss depends on the others of its step."""
+        return self.kind == "lk_lambda" and self.lk_blend == "step"
+
     def as_rejection(self) -> Self:
         """Total variation."""
         return self.model_copy(update={"kind": "tv"})
@@ -171,7 +176,7 @@ class TttObjective:
             self._supervision(slots, teacher),
             step_scales(weights, denominators),
             self._kind,
-            by_step=self.loss.kind == "lk_lambda" and self.loss.lk_blend == "step",
+            by_step=self.loss.blends_by_step,
         )
 
     def _teach(self, batch: PackedBatch, rows: Tensor) -> tuple[Tensor, TeacherRows, Tensor]:
@@ -524,7 +529,7 @@ class _Eagle3Kind(RecurrentKind[Eagle3, Eagle3Config, Eagle3Loss]):
         return kind(model, Teacher(target, drop_off_vocab=loss.drop_off_vocab), loss)
 
     def splits_context(self, loss: Eagle3Loss) -> bool:
-        return loss.mix_hidden_states == "none"
+        return loss.mix_hidden_states == "none" and not loss.blends_by_step
 
 
 EAGLE3 = _Eagle3Kind()

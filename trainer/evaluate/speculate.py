@@ -102,7 +102,9 @@ class RejectionSampling(Rule):
         return [*proposals, self._draw(p[len(proposals)])]
 
     def _probabilities(self, logits: Tensor) -> Tensor:
-        return torch.softmax(logits.cpu().double() / self.temperature, -1)
+        logits = logits.cpu().double()
+        # The highest is zero however small the temperature is.
+        return torch.softmax((logits - logits.amax(-1, keepdim=True)) / self.temperature, -1)
 
     def _draw(self, weights: Tensor) -> int:
         return int(torch.multinomial(weights, 1, generator=self.dice))
@@ -380,7 +382,7 @@ def _check(result: DecodeResult) -> None:
             f"none of {result.tried} prompts was decoded: {result.looping} greedy answers loop, "
             f"{result.too_long} prompts are too long",
             kind=Kind.NOTHING_DECODED,
-            hint="give more prompts, or a smaller --max-new-tokens",
+            hint="give more prompts, or a smaller --max-new-tokens or --draft-len",
         )
     for decoded in result.by_shape:
         drafts = decoded.tally.drafts

@@ -75,20 +75,18 @@ def read_published(
         config, tensors = gguf.read(file)
     else:
         config, tensors = _checkpoint(folder, part)
-    drafter = part or recognised(config, tensors)
-    if drafter is None:
-        names = ", ".join(map(str, config.get("architectures") or ())) or "not set"
-        raise ConfigError(
-            f"{folder} is no checkpoint of {', '.join(DRAFTERS)}: architectures is {names}",
-            kind=Kind.NAME_UNKNOWN,
-        )
-    tensors = {drafter.our_name(name): tensor for name, tensor in tensors.items()}
-    vocab, order = _vocabulary(tensors, config, head)
-    if order is not None:
-        heads = [name for name in tensors if name.startswith(("lm_head", "markov_head.markov_w2"))]
-        tensors |= {name: tensors[name][order] for name in heads if len(tensors[name]) == len(order)}
-    tensors = {key: value.float() for key, value in tensors.items() if key not in _NOT_OURS}
     try:
+        drafter = part or recognised(config, tensors)
+        if drafter is None:
+            names = ", ".join(map(str, config.get("architectures") or ())) or "not set"
+            problem = f"{folder} is no checkpoint of {', '.join(DRAFTERS)}: architectures is {names}"
+            raise ConfigError(problem, kind=Kind.NAME_UNKNOWN)
+        tensors = {drafter.our_name(name): tensor for name, tensor in tensors.items()}
+        vocab, order = _vocabulary(tensors, config, head)
+        if order is not None:
+            heads = [name for name in tensors if name.startswith(("lm_head", "markov_head.markov_w2"))]
+            tensors |= {name: tensors[name][order] for name in heads if len(tensors[name]) == len(order)}
+        tensors = {key: value.float() for key, value in tensors.items() if key not in _NOT_OURS}
         target = Target(head, vocab, num_layers, convention or _export_convention(folder))
         facts, tensors = drafter.read(config, tensors, target)
         settings = drafter_kind(drafter.drafter).config.model_validate({"vocab_size": vocab.size, **facts})
@@ -102,15 +100,23 @@ def read_published(
         ) from error
     except ConfigError:
         raise
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise _unfit(folder, error) from error
-    # Built before its weights are compared: a number out of somebody's file must not decide how much.
-    if getattr(settings, "num_layers", 1) > len(tensors):
-        raise ConfigError(
-            f"{folder}: config.json names {settings.num_layers:,} layers, the weights are {len(tensors)} tensors",
-            kind=Kind.DRAFTER_UNFIT,
-        )
+    _require_size(folder, settings, tensors)
     return Published(settings, tensors, vocab)
+
+
+_WIDTHS = ("hidden_size", "intermediate_size", "num_heads", "head_dim", "selector_rank", "conv_kernel_size")
+
+
+def _require_size(folder: Path, settings: DrafterConfig, tensors: Tensors) -> None:
+    """Refuse settings larger than the weights. A drafter is built before its weights are compared: a number out of
+    somebody's file must not decide how much."""
+    largest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
+    for name, most in {"num_layers": len(tensors), **dict.fromkeys(_WIDTHS, largest)}.items():
+        if (value := getattr(settings, name, 1)) > most:
+            problem = f"{folder}: config.json says {name} {value:,}, for which its weights are too small"
+            raise ConfigError(problem, kind=Kind.DRAFTER_UNFIT)
 
 
 def _checkpoint(folder: Path, part: DrafterExport | None) -> tuple[dict[str, Any], Tensors]:

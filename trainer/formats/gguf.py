@@ -459,7 +459,10 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, "Tensor"]]:
             continue
         tensor = torch.from_numpy(dequantize(entry.data, entry.tensor_type).copy())
         heads = _heads(form, name, config)
-        tensors[name] = tensor if heads is None else _swapped(tensor, (heads, -1, 2))
+        try:
+            tensors[name] = tensor if heads is None else _swapped(tensor, (heads, -1, 2))
+        except (RuntimeError, TypeError) as error:
+            raise _unfit(path, f"has {len(tensor)} rows in {entry.name}, which are no {heads!r} heads") from error
         if form.is_part and tensor.ndim == 1:
             tensors[name] -= 1
     config["draft_vocab_size"] = len(tensors["d2t"]) if "d2t" in tensors else config["vocab_size"]
@@ -477,15 +480,15 @@ def _read_config(path: Path, reader: "GGUFReader") -> tuple[dict[str, Any], dict
         raise _unfit(path, f"is {architecture}; drafters are {', '.join(FORMS)}")
     prefix = f"{architecture}."
     own = {name.removeprefix(prefix): value for name, value in read_fields(reader, prefix, MASK).items()}
-    tokens = read_fields(reader, _TOKENS).get(_TOKENS) or ()
     try:
+        tokens = read_fields(reader, _TOKENS).get(_TOKENS) or ()
         about = foreign_json(str(read_fields(reader, ABOUT).get(ABOUT) or "{}"))
         config = {ours: _shortest(own[theirs]) for ours, theirs in _DIMENSIONS.items()}
         config |= {"architectures": [form.published], "vocab_size": len(tokens), **form.config(own)}
     except KeyError as error:
         lacking = error.args[0]
         raise _unfit(path, f"lacks the field {lacking if lacking == MASK else prefix + lacking}") from error
-    except (ValueError, ArithmeticError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise _unfit(path, f"cannot be had here: {error}") from error
     if not isinstance(about, dict):
         raise _unfit(path, f"has a field {ABOUT} that is no JSON object")

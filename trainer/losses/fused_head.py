@@ -11,7 +11,7 @@ H drafter width, U draft vocabulary, n rows of a block, P tokens of a span.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -45,6 +45,10 @@ class StepLosses:
     hits: Tensor
     counts: Tensor
     overlap: Tensor | None = None
+
+    def plus(self, more: Tensor) -> Self:
+        """The same beside a scalar of another loss, with gradient."""
+        return replace(self, total=self.total + more, value=self.value + more.detach().double())
 
 
 def step_weights(steps: int, decay: float, listed: Sequence[float] | None = None) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 from hiddenstore.errors import ConfigError, HiddenstoreError, Kind, StorageError
-from hiddenstore.process import Rank
+from hiddenstore.process import Rank, is_out_of_memory
 from trainer.config import LoopConfig
 
 _KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
@@ -249,13 +249,15 @@ def _read_back(gradients: list[Tensor], flat: Tensor, work: Any) -> None:
 
 @contextmanager
 def peer_errors() -> Iterator[None]:
-    """StorageError for what backends raise, RuntimeError and its children, when a peer is gone. A GPU that is full, or
-    on which something failed before, has lost nobody: torch's own error."""
+    """StorageError for what backends raise, RuntimeError and its children, when a peer is gone. A GPU or a machine that
+    is full, or a GPU on which something failed before, has lost nobody: torch's own error."""
     try:
         yield
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
+    except torch.AcceleratorError:
         raise
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         lines = str(error).splitlines() or [type(error).__name__]
         # NCCL's first line names a file of its own source.
         reason = lines[lines.index(_NCCL_REASON) + 1] if _NCCL_REASON in lines[:-1] else lines[0]

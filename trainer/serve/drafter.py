@@ -4,13 +4,14 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
+from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError, Kind, NotFoundError
 from hiddenstore.files.documents import foreign_json
 from hiddenstore.fs.publish import replace_file
 from hiddenstore.share.remote import SUMS
@@ -53,8 +54,12 @@ def read_drafter(folder: Path, method: str | None = None) -> ServedDrafter:
     else:
         config = _json(folder / CONFIG_FILE)
         about = _about(folder)
-    drafter = recognised(config, {})
-    word = about.get("drafter") or (drafter.word(config) if drafter else None)
+    with _of_a_drafter(folder):
+        drafter = recognised(config, {})
+        word = about.get("drafter") or (drafter.word(config) if drafter else None)
+    if word and str(word) not in words():
+        problem = f"{folder} is {word!r}; known here are {', '.join(words())}"
+        raise ConfigError(problem, kind=Kind.SERVE_SETTING, hint="a newer hiddenstore, or the package that adds it")
     if word is None and method is None:
         problem = f"{folder} does not say which drafter it is: architectures {config.get('architectures')}"
         raise ConfigError(problem, kind=Kind.SERVE_SETTING, hint=f"--method {' | '.join((*words(), 'draft-target'))}")
@@ -63,18 +68,32 @@ def read_drafter(folder: Path, method: str | None = None) -> ServedDrafter:
             f"{folder} is {word}, not {method}", kind=Kind.SERVE_SETTING, hint="leave --method out, or give another DIR"
         )
     word = str(word or method)
-    longest = words()[word].longest(config) if word in words() else None
-    proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    return ServedDrafter(
-        path=str(folder),
-        method=word,
-        draft_len=about.get("draft_len") or proposals[0].get("speculative_tokens") or longest,
-        longest=longest,
-        engine=about.get("engine"),
-        version=about.get("engine_version"),
-        target=about.get("target"),
-        config=config,
-    )
+    with _of_a_drafter(folder):
+        longest = words()[word].longest(config) if word in words() else None
+        proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+        return ServedDrafter(
+            path=str(folder),
+            method=word,
+            draft_len=about.get("draft_len") or proposals[0].get("speculative_tokens") or longest,
+            longest=longest,
+            engine=about.get("engine"),
+            version=about.get("engine_version"),
+            target=about.get("target"),
+            config=config,
+        )
+
+
+@contextmanager
+def _of_a_drafter(path: Path | str) -> Iterator[None]:
+    """ConfigError ``serve-setting`` where somebody's config.json has something else where a drafter's has a number, a
+    list or an object."""
+    try:
+        yield
+    except HiddenstoreError:
+        raise
+    except (ValueError, TypeError, AttributeError, ArithmeticError, LookupError) as error:
+        problem = f"{path}: config.json is of no drafter: {error}"
+        raise ConfigError(problem, kind=Kind.SERVE_SETTING) from error
 
 
 def keep_draft_len(folder: str | None, length: int) -> bool:
@@ -105,10 +124,11 @@ def _about(folder: Path) -> dict[str, Any]:
 def _require_about(where: Path | str, about: Mapping[str, Any]) -> None:
     length, target = about.get("draft_len"), about.get("target")
     is_length = length is None or (type(length) is int and length > 0)
-    if not is_length or not isinstance(target, dict | NoneType):
+    is_target = isinstance(target, dict | NoneType) and isinstance((target or {}).get("name", ""), str)
+    if not is_length or not is_target:
         raise ConfigError(
             f"{where} has draft_len {length!r} and a target of {type(target).__name__}; expected a whole "
-            "number above 0 and an object",
+            "number above 0 and an object with a name",
             kind=Kind.SERVE_SETTING,
         )
 
@@ -185,8 +205,9 @@ def warnings_of(drafter: ServedDrafter, engine: ServingEngine, version: str, tar
     if drafter.method not in words():
         return []
     reads = row(ENGINES[engine.name], version, drafter.method)
-    warning = reads.warn(drafter.config) if isinstance(reads, Reads) else None
-    numbering = _other_numbering(drafter, engine, target) if drafter.engine is None else None
+    with _of_a_drafter(drafter.path):
+        warning = reads.warn(drafter.config) if isinstance(reads, Reads) else None
+        numbering = _other_numbering(drafter, engine, target) if drafter.engine is None else None
     return [text for text in (numbering, warning) if text]
 
 

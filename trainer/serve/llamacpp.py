@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from hiddenstore.errors import ConfigError, Kind
 from trainer.config import Section
 from trainer.formats.gguf import drafter_file
-from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, checked_settings, flag_value, port_of
+from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, flag_value, flags_of, hyphened_settings, port_of
 
 VERSION = "11434"
 # llama.cpp looks up n-grams of 12 tokens unless told, for edits of long code; shorter ones find more.
@@ -52,13 +52,8 @@ def speculative_flags(request: ServeRequest) -> list[str]:
 def plan(request: ServeRequest) -> ServePlan:
     """The command that serves ``request``; ``--metrics``, because `hiddenstore eval` reads them. Raises ConfigError:
     see ``speculative_flags``; ``serve-setting``: the target is no GGUF."""
-    names = (word.partition("=") for word in request.settings)
-    settings = checked_settings(
-        Speculation, tuple(name.replace("-", "_") + equals + text for name, equals, text in names)
-    )
-    flags = speculative_flags(request)
-    for name, value in settings.items():
-        flags += [f"--spec-{name.replace('_', '-')}", str(value)]
+    settings = hyphened_settings(Speculation, request.settings)
+    flags = speculative_flags(request) + flags_of("--spec-", settings)
     return ServePlan(
         command=("llama-server", *_target(request.target), *flags, "--metrics", *request.flags),
         served_as=flag_value(request.flags, "--alias", "-a") or Path(request.target).name,

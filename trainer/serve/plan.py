@@ -141,6 +141,17 @@ def checked_settings(model: type[BaseModel], settings: tuple[str, ...]) -> dict[
         raise ConfigError(error.message, kind=Kind.SERVE_SETTING, hint=error.hint) from error
 
 
+def hyphened_settings(model: type[BaseModel], settings: tuple[str, ...]) -> dict[str, Any]:
+    """The same of words whose hyphens are underscores in ``model``."""
+    names = (word.partition("=") for word in settings)
+    return checked_settings(model, tuple(name.replace("-", "_") + equals + text for name, equals, text in names))
+
+
+def flags_of(prefix: str, values: Mapping[str, Any]) -> list[str]:
+    """Settings as flags of a command line, by names that begin with ``prefix``."""
+    return [word for name, value in values.items() for word in (prefix + name.replace("_", "-"), str(value))]
+
+
 def flag_value(flags: tuple[str, ...], *names: str) -> str | None:
     """The value of ``--name value`` or ``--name=value`` among ``flags``; the last one counts."""
     value = None

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from hiddenstore.errors import ConfigError, Kind
 from trainer.config import Section
-from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, checked_settings, flag_value, port_of
+from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, flag_value, flags_of, hyphened_settings, port_of
 
 VERSION = "0.5.23"
 
@@ -64,18 +64,12 @@ def speculative_flags(request: ServeRequest, settings: Mapping[str, Any]) -> lis
     flags = ["--speculative-algorithm", algorithm]
     if request.drafter is not None:
         flags += ["--speculative-draft-model-path", request.drafter]
-    for name, value in values.items():
-        flags += [f"--speculative-{name.replace('_', '-')}", str(value)]
-    return flags
+    return flags + flags_of("--speculative-", values)
 
 
 def plan(request: ServeRequest) -> ServePlan:
     """The command that serves ``request``. Raises ConfigError: see ``speculative_flags``."""
-    names = (word.partition("=") for word in request.settings)
-    settings = checked_settings(
-        Speculation, tuple(name.replace("-", "_") + equals + text for name, equals, text in names)
-    )
-    flags = speculative_flags(request, settings)
+    flags = speculative_flags(request, hyphened_settings(Speculation, request.settings))
     return ServePlan(
         command=("python", "-m", "sglang.launch_server", "--model-path", request.target, *flags, *request.flags),
         served_as=flag_value(request.flags, "--served-model-name") or request.target,

@@ -101,6 +101,9 @@ def file_problems(settings: Settings, version: str | None = None) -> Iterator[st
     """Every contradiction in the settings of a file; with ``version``, also a decoding type that it lacks. Raises
     ConfigError: ``serve-setting``: a value is of another kind than those it is compared with."""
     sections = {name: values for name, values in settings.items() if isinstance(values, Mapping)}
+    for name in RULES:
+        if name not in sections and settings.get(name) is not None:
+            yield f"{name}: should hold key: value lines, found {settings[name]!r}"
     for section, setting, is_broken, text in ((name, *rule) for name in RULES for rule in RULES[name]):
         try:
             if section in sections and is_broken(sections[section]):
@@ -215,8 +218,7 @@ def file_settings(request: ServeRequest) -> dict[str, Any]:
     settings["disable_overlap_scheduler"] = _without_overlap(request)
     if request.method != "none":
         extra = {name: written.pop(name) for name in list(written) if name in _SPECULATION}
-        if isinstance(written.get("speculative_config"), dict):
-            extra |= written.pop("speculative_config")
+        extra |= _speculation(written)
         settings["speculative_config"] = speculative_config(request, extra)
     for key, value in written.items():
         both = isinstance(value, Mapping) and isinstance(settings.get(key), dict)
@@ -226,6 +228,15 @@ def file_settings(request: ServeRequest) -> dict[str, Any]:
         problems = [f"speculative_config.decoding_type: MTP, but {request.target} has no num_nextn_predict_layers"]
     refuse(settings, request.version, "--set", problems)
     return settings
+
+
+def _speculation(written: dict[str, Any]) -> dict[str, Any]:
+    """What words say under ``speculative_config``, taken out of them."""
+    section = written.pop("speculative_config", {})
+    if not isinstance(section, dict):
+        problem = f"--set speculative_config={section}: should be speculative_config.KEY=VALUE"
+        raise ConfigError(problem, kind=Kind.SERVE_SETTING)
+    return section
 
 
 def split_settings(words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
@@ -359,7 +370,7 @@ def _user_provided(request: ServeRequest) -> str:
         "max_draft_len": request.draft_len,
         "drafter": _Source(f"{name}()"),
         **{key: written.pop(key) for key in [*written] if key in (*_SPECULATION, RESOURCES)},
-        **written.pop("speculative_config", {}),
+        **_speculation(written),
     }
     if RESOURCES in speculation:
         module, colon, name = str(speculation[RESOURCES]).partition(":")

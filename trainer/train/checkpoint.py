@@ -8,7 +8,7 @@ temporary name, fsynced and renamed, then LATEST is replaced, then old ones go.
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -155,14 +155,15 @@ def latest(run: Path) -> Path | None:
 
 def best(run: Path) -> Path:
     """The checkpoint that validated best, as the newest one records it. Raises NotFoundError: nothing was validated, or
-    ``train.keep_best`` was 0."""
+    what was best lies elsewhere: in the run this one goes on from, or nowhere, where ``train.keep_best`` is 0."""
     newest = latest(run)
     ranked = read_state(newest).standing.ranked() if newest is not None else []
     folder = next((run / FOLDER / name for name in ranked if (run / FOLDER / name).is_dir()), None)
     if folder is None:
+        elsewhere = "not kept (train.keep_best=0), or of the run that this one goes on from"
+        why = f"{ranked[0]} is {elsewhere}" if ranked else "none of its steps was validated"
         raise NotFoundError(
-            f"{run} has no best checkpoint: "
-            + ("none was kept (train.keep_best=0)" if ranked else "none of its steps was validated"),
+            f"{run} has no best checkpoint: {why}",
             kind=Kind.CHECKPOINT_MISSING,
             hint=f"{newest or run}",
         )
@@ -208,22 +209,29 @@ def _tensors(path: Path, name: str, state: CheckpointState) -> dict[str, Tensor]
         raise CorruptionError(problem, kind=Kind.CHECKPOINT_CORRUPT, path=str(path)) from error
 
 
+def misfits(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """What is wrong with weights for a drafter, by tensor: missing, of another shape, no numbers."""
+    fresh, wrong = model.state_dict(), {}
+    for name in sorted(fresh.keys() | weights.keys()):
+        here, there = fresh.get(name), weights.get(name)
+        if here is None or there is None:
+            wrong[name] = "not a tensor of this drafter" if here is None else "missing"
+        elif here.shape != there.shape:
+            wrong[name] = f"{list(here.shape)} expected, {list(there.shape)} found"
+        elif here.is_floating_point() != there.is_floating_point():
+            wrong[name] = f"{here.dtype} expected, {there.dtype} found"
+        elif not bool(there.isfinite().all()):
+            wrong[name] = "NaN or infinity"
+    return wrong
+
+
 def fill(model: nn.Module, saved: Checkpoint) -> None:
     """Load the saved weights into a fresh drafter. Raises CorruptionError: they are not those of its settings, or no
     numbers."""
-    fresh, wrong = model.state_dict(), []
-    for name in sorted(fresh.keys() | saved.drafter.keys()):
-        here, there = fresh.get(name), saved.drafter.get(name)
-        if here is None or there is None:
-            wrong.append(f"{name}: {'not of this drafter' if here is None else 'missing'}")
-        elif (here.shape, here.is_floating_point()) != (there.shape, there.is_floating_point()):
-            wrong.append(f"{name}: {list(here.shape)} expected, {there.dtype} {list(there.shape)} found")
-        elif not bool(there.isfinite().all()):
-            wrong.append(f"{name}: NaN or infinity")
-    if wrong:
+    if wrong := misfits(model, saved.drafter):
         raise CorruptionError(
             f"{saved.path} does not hold the drafter of its run's settings:\n"
-            + "\n".join(f"  {line}" for line in wrong),
+            + "\n".join(f"  {name}: {what}" for name, what in wrong.items()),
             kind=Kind.CHECKPOINT_CORRUPT,
             path=str(saved.path),
         )

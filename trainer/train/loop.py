@@ -4,8 +4,8 @@ States come through TokenBatches, logits and embeddings from the head bundle; no
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
 from operator import attrgetter
@@ -19,10 +19,9 @@ from hiddenstore.console.text import amount, plural, size
 from hiddenstore.console.text import seconds as duration_text
 from hiddenstore.data import BatchPlan, Cursor, GlobalBatch, PackedBatch, TokenBatches
 from hiddenstore.data.read import SampleSlot
-from hiddenstore.errors import ConfigError, InterruptError, Kind, StorageError
+from hiddenstore.errors import InterruptError, Kind
 from hiddenstore.files.lock import FolderLock
 from hiddenstore.fs import require_local
-from hiddenstore.index.table import SPLITS
 from hiddenstore.inspect.forecast import EXPECTED_DRAFTER, expectation
 from hiddenstore.process import Drain, drain_on_signal, from_environment, peak_bytes
 from trainer.parallel.data_parallel import unsharded
@@ -32,9 +31,9 @@ from trainer.settings import derived, derived_lr, rank_settings, value_text
 from trainer.train import checkpoint
 from trainer.train.log import METRICS, RunLog, read_curves
 from trainer.train.optim import orthogonal
-from trainer.train.run_folder import CONFIG, TrainOptions, drafter_name, read_facts
+from trainer.train.run_folder import CONFIG, TrainOptions, drafter_name, keep_settings, read_facts
 from trainer.train.state import TrainState, build_state, save_checkpoint
-from trainer.train.step import autocast, inputs_of, some_of, steps, validate
+from trainer.train.step import autocast, inputs_of, some_of, steps, told_what_helps, validate
 from trainer.train.storage import CACHE_BYTES, Mirror
 from trainer.train.track import Tracked, TrackedRun, tracker_names
 
@@ -208,8 +207,9 @@ def _run(options: TrainOptions, group: ProcessGroup) -> TrainReport:
         with group.all_or_none():
             if copied is not None:
                 copied.claim()
+            if group.is_first:
+                keep_settings(options, state.config)
         began = time.monotonic()
-        _check_validation(state)
         if state.step >= state.total_steps or state.best.is_out_of_patience:
             if copied is not None:
                 _bring(copied)
@@ -232,7 +232,7 @@ def _train(state: TrainState, drain: Drain, began: float, mirror: Mirror | None)
     writes = state.group.is_first
     with state.group.all_or_none():
         tracked = _open_trackers(state) if writes else None
-    log = RunLog(state.path, total, start=state.step, clip=state.config.optim.clip, tracked=tracked, writes=writes)
+        log = RunLog(state.path, total, start=state.step, clip=state.config.optim.clip, tracked=tracked, writes=writes)
     with log, closing(steps(state)) as each:
         for batch, metrics in each:
             last = metrics.__dict__
@@ -301,18 +301,6 @@ def _validation_text(state: TrainState, is_best: bool) -> str:
     return f"step {state.step:,}: validation loss {values['loss']:.4f} (mean over depths){accepted}{mark}"
 
 
-def _check_validation(state: TrainState) -> None:
-    """Refuse to wait for validations that never come."""
-    if state.config.train.patience is None:
-        return
-    if not (state.store.catalog.table.split == SPLITS.index("validation")).any():
-        raise ConfigError(
-            f"train.patience waits for validations, but {state.store.path} holds no validation samples",
-            kind=Kind.VALIDATION_MISSING,
-            hint="hiddenstore prepare INPUT -o DATA --target T --val 1%",
-        )
-
-
 def _report(state: TrainState, last: dict[str, Any], began: float, was_finished: bool = False) -> TrainReport:
     folder = state.path / checkpoint.FOLDER
     best = [folder / name for name in state.best.names]
@@ -363,13 +351,14 @@ def forecast(state: TrainState) -> Forecast:
     """An estimate, measured on one pack: packs differ in length and supervised share, and other processes in what they
     leave of the machine."""
     loop, moments = state.config.train, _moment_bytes(state)
-    weights = sum(4 * p.numel() for p in state.optimizer.named.values())
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in state.model.state_dict().values())
     checkpoints = (loop.keep + loop.keep_best) * (weights + moments)
     if not state.group.is_single:
         return Forecast(checkpoints)
-    seconds = seconds_per_step(state)
+    with told_what_helps("the forward and backward of one pack", state.device):
+        seconds = seconds_per_step(state)
     peak = torch.cuda.max_memory_allocated(state.device) if state.device.type == "cuda" else peak_bytes()
-    return Forecast(checkpoints, seconds * (state.total_steps - state.step), seconds, peak + moments)
+    return Forecast(checkpoints, seconds * (state.total_steps - state.step), seconds, peak + _missing_moments(state))
 
 
 def forecast_text(estimate: Forecast, step_tokens: int) -> str:
@@ -388,16 +377,15 @@ def walk_largest(state: TrainState) -> None:
     into a GPU is told before the first step and not where it is drawn. Weights, order and random draws of the run stay
     as they are. Raises StorageError: ``out-of-memory``."""
     group = state.group
-    with group.all_or_none(), _told_what_helps("the states of the largest pack and of those beside it", state.device):
+    with group.all_or_none(), told_what_helps("the states of the largest pack and of those beside it", state.device):
         plans = state.batches.plan(0)
         first = list(islice(plans, _BATCHES_LOOKED_AT))
         # What a later epoch may give to any rank.
         holder = max(chain(first, plans), key=lambda batch: max(map(_rows, batch[1])))
         pack = _largest_pack(state.batches, [*first, holder], _rows).to(state.device)
     what = f"the largest pack has {pack.tokens:,} tokens, and its forward and backward"
-    with _told_what_helps(what, state.device), unsharded(state.parallel), group.all_or_none():
-        # The first step makes the moments, and every later one works beside them.
-        room = 0 if state.optimizer.tensors() else _moment_bytes(state) // state.parallel.shards
+    with told_what_helps(what, state.device), unsharded(state.parallel), group.all_or_none():
+        room = _missing_moments(state) // state.parallel.shards
         beside = torch.empty(room, dtype=torch.uint8, device=state.device)
         _walk(state, pack)
         del beside
@@ -405,22 +393,9 @@ def walk_largest(state: TrainState) -> None:
         torch.cuda.empty_cache()
 
 
-@contextmanager
-def _told_what_helps(what: str, device: torch.device) -> Iterator[None]:
-    """StorageError ``out-of-memory`` where what a run needs at most does not fit."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise StorageError(
-            f"{what} do not fit into the memory of {device}: {str(error).splitlines()[0]}",
-            kind=Kind.OUT_OF_MEMORY,
-            hint="shorter samples (data.max_tokens) or packs (data.pack_tokens), "
-            "train.checkpoint_activations=true, or train.context_parallel=N",
-        ) from error
-
-
 def _rows(slot: SampleSlot) -> int:
-    return slot.tokens + slot.final_rows
+    # The final rows are those of the whole sample, of which a part may be read.
+    return slot.tokens + min(slot.tokens, slot.final_rows)
 
 
 def _largest_pack(
@@ -443,6 +418,11 @@ def _moment_bytes(state: TrainState) -> int:
     """Of the optimizer: a moment of every matrix under Muon, two of everything else."""
     matrices = sum(p.numel() for p in state.optimizer.matrices)
     return 8 * sum(p.numel() for p in state.optimizer.named.values()) - 4 * matrices
+
+
+def _missing_moments(state: TrainState) -> int:
+    """Bytes that the first step makes, beside which every later one works; none where they were loaded."""
+    return 0 if state.optimizer.tensors() else _moment_bytes(state)
 
 
 def _walk(state: TrainState, pack: PackedBatch) -> None:

@@ -17,9 +17,11 @@ from hiddenstore import settings
 from hiddenstore.console.output import output
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.files.documents import seal, unseal
+from hiddenstore.files.layout import kind_of
 from hiddenstore.files.lock import FolderLock
 from hiddenstore.fs.publish import make_folder, new_folder, replace_file
 from hiddenstore.fs.seam import storage_error
+from hiddenstore.index.table import SPLITS
 from hiddenstore.records import facts_table
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
@@ -29,7 +31,7 @@ from hiddenstore.verify.structure import require_files
 from schemas.base import Document
 from schemas.capture import CaptureSpec, NormState, TargetIdentity
 from schemas.manifest import Snapshot
-from trainer.config import DrafterConfig, TrainConfig
+from trainer.config import DrafterConfig, LoopConfig, TrainConfig
 from trainer.drafters import check_store, drafter_kind, refuse_target
 from trainer.drafters.base import Drafter, DrafterInUse
 from trainer.losses.teacher import TargetInterface
@@ -189,15 +191,11 @@ def load_start(model: "Drafter", start: RunInfo) -> None:
 def load_weights(model: "Drafter", weights: Mapping[str, Tensor], problem: str, hint: str | None = None) -> None:
     """Fill a fresh drafter; embeddings that ``weights`` lack stay the target's. Raises ConfigError: ``init-differs``:
     ``problem``, then every tensor that does not fit."""
-    fresh = model.state_dict()
-    differences = [f"{name}: missing" for name in fresh if name not in weights and name not in FROM_THE_TARGET]
-    differences += [f"{name}: not a tensor of this drafter" for name in weights if name not in fresh]
-    for name in sorted(weights.keys() & fresh.keys()):
-        if weights[name].shape != fresh[name].shape:
-            differences.append(f"{name}: {list(fresh[name].shape)} expected, {list(weights[name].shape)} found")
+    wrong = checkpoint.misfits(model, weights)
+    differences = [f"{name}: {what}" for name, what in wrong.items() if name in weights or name not in FROM_THE_TARGET]
     if differences:
         raise _differs(problem, differences, hint)
-    model.load_state_dict({**fresh, **weights})
+    model.load_state_dict({**model.state_dict(), **weights})
 
 
 def started_from(run: Path) -> RunInfo | None:
@@ -234,7 +232,13 @@ class RunFacts(Document):
 
 
 def refuse_existing(run: Path, hint: str) -> None:
-    """ConflictError ``output-exists`` where a folder holds a run, or somebody's files under names that a run has."""
+    """ConflictError ``output-exists`` where a folder holds a run, or somebody's files under names that a run has, or is
+    a store or DATA, which no command would take for a run."""
+    if (other := kind_of(run)) in ("store", "data"):
+        problem = (
+            f"{run} holds {'a store' if other == 'store' else 'prepared data'}, and no run is looked for beside it"
+        )
+        raise ConflictError(problem, kind=Kind.OUTPUT_EXISTS, hint="give another -o folder")
     newest = checkpoint.latest(run)
     if newest is not None and not (run / RUN_JSON).exists():
         problem = f"{run} holds checkpoints, {newest.name} the newest, of a run whose {RUN_JSON} is missing"
@@ -274,6 +278,7 @@ def open_new(options: TrainOptions) -> tuple[Store, TrainConfig]:
         )
     require_files(store)
     require_trackers(config.train)
+    _require_validation(store, config.train)
     return store, with_precision(config)
 
 
@@ -357,7 +362,7 @@ def read_facts(run: Path) -> RunFacts:
 
 
 def reopen(options: TrainOptions) -> tuple[Store, TrainConfig]:
-    """The store at the run's snapshot and its settings; ``train.*`` alone may change, and the change is saved."""
+    """The store at the run's snapshot and its settings; ``train.*`` alone may change."""
     path = options.run
     if not (path / RUN_JSON).is_file():
         problem = f"{path} is no run to resume: {RUN_JSON} is missing"
@@ -382,10 +387,25 @@ def reopen(options: TrainOptions) -> tuple[Store, TrainConfig]:
     config = settings.load(config_class(name), path / CONFIG, options.words)
     config = with_precision(config, measure=any(word.startswith("train.precision=") for word in options.words))
     require_trackers(config.train)
+    _require_validation(store, config.train)
     pin(store, run_snapshot(path).name, must=config.train.follow)
-    if options.words:
-        replace_file(path / CONFIG, settings.dump(config).encode())
     return store, config
+
+
+def keep_settings(options: TrainOptions, config: TrainConfig) -> None:
+    """Have a run go on with the ``train.*`` words that it was resumed with, once nothing refused them."""
+    if options.resume and options.words:
+        replace_file(options.run / CONFIG, settings.dump(config).encode())
+
+
+def _require_validation(store: Store, config: LoopConfig) -> None:
+    """Refuse to wait for validations that never come."""
+    if config.patience is not None and not (store.catalog.table.split == SPLITS.index("validation")).any():
+        raise ConfigError(
+            f"train.patience waits for validations, but {store.path} holds no validation samples",
+            kind=Kind.VALIDATION_MISSING,
+            hint="hiddenstore prepare INPUT -o DATA --target T --val 1%",
+        )
 
 
 def drafter_name(run: Path) -> str:

@@ -295,17 +295,20 @@ def _choose_vocabulary(options: TrainOptions, store: Store, config: TrainConfig,
 
 
 def _require_taught(store: Store, config: TrainConfig) -> None:
-    """Refuse a view of the samples in which none teaches a token; mostly the first one does."""
+    """Refuse samples of which none teaches a token in this view of them; mostly the first one does."""
     view, ids = view_of(config), store.sample_ids
     samples = (store.sample(one) for one in ids)
     taught = (view.mask(one)[: view.max_tokens].any() for one in samples if one.split == "train")
-    if view != WHOLE and len(ids) and not any(taught):
-        raise ConfigError(
+    if not len(ids) or any(taught):
+        return
+    problem, hint = f"no token of the training split of {store.path} teaches", "data.loss_on=all"
+    if view != WHOLE:
+        problem = (
             f"data.max_tokens={config.data.max_tokens} and data.loss_on={config.data.loss_on} leave no token of the "
-            "training split that teaches",
-            kind=Kind.MASK_EMPTY,
-            hint="a larger data.max_tokens, or none",
+            "training split that teaches"
         )
+        hint = "a larger data.max_tokens, or none"
+    raise ConfigError(problem, kind=Kind.MASK_EMPTY, hint=hint)
 
 
 def multiplies_bf16(config: TrainConfig, device: torch.device) -> bool:

@@ -6,13 +6,14 @@ Shapes: K depths (TTT steps, block slots or heads).
 import math
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from hiddenstore.data import Cursor, GlobalBatch, PackedBatch
-from hiddenstore.errors import CaptureError, Kind
+from hiddenstore.errors import CaptureError, Kind, StorageError
+from hiddenstore.process import is_out_of_memory
 from trainer.drafters.base import LossInputs
 from trainer.evaluate.acceptance import DraftShape
 from trainer.evaluate.simulate import evaluate_packs
@@ -35,7 +36,8 @@ def steps(state: TrainState) -> Generator[tuple[GlobalBatch, StepMetrics], None,
     while state.step < state.total_steps:
         began = time.perf_counter()
         state.model.rng_key = (state.config.train.seed, state.step)
-        with state.group.all_or_none():
+        helps = told_what_helps(f"the packs of step {state.step + 1}", state.device)
+        with helps, state.group.all_or_none():
             batch = next(batches, None)
             inputs = [] if batch is None else inputs_of(state, batch.packs)
         if batch is None and state.config.train.follow:
@@ -44,11 +46,28 @@ def steps(state: TrainState) -> Generator[tuple[GlobalBatch, StepMetrics], None,
             continue
         if batch is None:
             return
-        metrics = train_step(state, batch, inputs, began)
+        with told_what_helps(f"the forward and backward of step {state.step + 1}", state.device):
+            metrics = train_step(state, batch, inputs, began)
         state.step += 1
         yield batch, metrics
         # The next batch comes to a GPU while this one is still named.
         del batch, inputs
+
+
+@contextmanager
+def told_what_helps(what: str, device: torch.device) -> Iterator[None]:
+    """StorageError ``out-of-memory`` where ``what`` does not fit into memory."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise StorageError(
+            f"{what} do not fit into the memory of {device}: {(str(error).splitlines() or ['none is left'])[0]}",
+            kind=Kind.OUT_OF_MEMORY,
+            hint="shorter samples (data.max_tokens) or packs (data.pack_tokens), "
+            "train.checkpoint_activations=true, or train.context_parallel=N",
+        ) from error
 
 
 def train_step(state: TrainState, batch: GlobalBatch, inputs: Sequence[LossInputs], began: float) -> StepMetrics:
@@ -71,7 +90,9 @@ def train_step(state: TrainState, batch: GlobalBatch, inputs: Sequence[LossInput
     value = float(totals.value)
     if not math.isfinite(value):
         raise _not_finite(state, batch, f"loss {value}")
-    is_accepted = state.spikes.accepts(value)
+    taught = int(totals.counts.sum())
+    # The loss of a step that teaches nothing is zero, and no measure of others.
+    is_accepted = not taught or state.spikes.accepts(value)
     lr, norm = state.optimizer.step(state.step, update=is_accepted)
     if not math.isfinite(norm):
         raise _not_finite(state, batch, f"gradient norm {norm}")
@@ -83,7 +104,7 @@ def train_step(state: TrainState, batch: GlobalBatch, inputs: Sequence[LossInput
         loss=value,
         losses=totals.mean_losses(),
         acc=totals.accuracy(),
-        taught=int(totals.counts.sum()),
+        taught=taught,
         lr=lr,
         grad_norm=norm,
         tokens=int(totals.tokens),
@@ -128,7 +149,9 @@ def validate(state: TrainState) -> None:
     depth; loss: mean of the losses; accepted_length, per_position: of greedy chains of ``VALIDATION_DRAFT_LEN`` over
     the same text, as `evaluate` counts them, None where nothing could be drafted. Unchanged when the store has no such
     split."""
-    lengths = {entry.id: entry.tokens for _, entry in state.store.entries if entry.split == "validation"}
+    most = state.config.data.max_tokens
+    entries = (entry for _, entry in state.store.entries if entry.split == "validation")
+    lengths = {entry.id: min(entry.tokens, most or entry.tokens) for entry in entries}
     if not lengths:
         return
     totals = Totals(state.objective.depths, state.device)
