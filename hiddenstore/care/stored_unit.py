@@ -166,8 +166,8 @@ _ROWS_PER_BATCH = 1024
 
 @dataclass(frozen=True)
 class CopyUnit:
-    """One unit to bring over: whole from ``origin``, a store and its record there, or gathered by sample id;
-    ``piece_of``: the store that has all of these in one unit, coded as they will be.
+    """One unit to bring over: whole from ``origin``, a store and its record there, or its samples each from a store of
+    ``stores``; ``piece_of``: the store that has all of these in one unit, coded as they will be.
 
     ``revision`` is above 0 where the destination has the unit, without samples that were lost on disk.
     """
@@ -176,6 +176,7 @@ class CopyUnit:
     input: str
     samples: tuple[str, ...]
     origin: tuple[Store, CommitRecord] | None = None
+    stores: tuple[Store, ...] = ()
     piece_of: Store | None = None
     revision: int = 0
 
@@ -183,11 +184,6 @@ class CopyUnit:
     def is_gathered(self) -> bool:
         """Whether its samples are decoded and encoded together."""
         return self.origin is None and self.piece_of is None
-
-
-def stores_by_sample(sources: Sequence[Store]) -> dict[str, Store]:
-    """The first source that holds each sample id."""
-    return {sample_id: source for source in reversed(sources) for sample_id in source.sample_ids}
 
 
 def codes_fit(source: Store, destination: Store) -> bool:
@@ -203,15 +199,17 @@ FEW_PIECES, LEAST_FILLED = 1000, 8
 def units_of_selection(sources: Sequence[Store], destination: Store, keep: Test) -> tuple[list[CopyUnit], int, int]:
     """Register the samples that pass ``keep`` and are not present; units to copy, samples present already, and units
     that cannot be filled."""
-    index = stores_by_sample(sources)
-    pending, unavailable = _pending_units(destination, index)
-    covered = {sample_id for unit in pending for sample_id in unit.samples}.union(destination.sample_ids)
+    index = {sample_id: source for source in reversed(sources) for sample_id in source.sample_ids}
     selected: dict[str, tuple[str, tuple[SampleEntry, tuple[int, str]]]] = {}
     for number, source in enumerate(sources):
         for record, entry in source.entries:
-            if keep(record, entry):
+            if entry.id not in selected and keep(record, entry):
                 engine = engine_of(record, entry.id).model_dump_json()
-                selected.setdefault(entry.id, (engine, (entry, (number, record.unit))))
+                selected[entry.id] = (engine, (entry, (number, record.unit)))
+                # What passes in this source may be of another split in the first that holds it.
+                index[entry.id] = source
+    pending, unavailable = _pending_units(destination, index)
+    covered = {sample_id for unit in pending for sample_id in unit.samples}.union(destination.sample_ids)
     # One input per engine: a unit names one for all of its samples but those that were captured again.
     groups: dict[str, list[tuple[SampleEntry, tuple[int, str]]]] = {}
     for sample_id, (engine, sample) in selected.items():
@@ -249,16 +247,16 @@ def _pending_units(destination: Store, index: Mapping[str, Store]) -> tuple[list
         for name, item in pending_units(destination, digest).items():
             pending.append(CopyUnit(name, digest, tuple(samples[name]), revision=item.revision))
     units = [unit for unit in pending if all(sample_id in index for sample_id in unit.samples)]
-    return [replace(unit, piece_of=_one_source(unit, index, destination)) for unit in units], len(pending) - len(units)
+    filled = [replace(unit, stores=tuple(index[sample_id] for sample_id in unit.samples)) for unit in units]
+    return [replace(unit, piece_of=_one_source(unit, destination)) for unit in filled], len(pending) - len(units)
 
 
-def _one_source(unit: CopyUnit, index: Mapping[str, Store], destination: Store) -> Store | None:
-    source = index[unit.samples[0]]
-    if not codes_fit(source, destination):
+def _one_source(unit: CopyUnit, destination: Store) -> Store | None:
+    source = unit.stores[0]
+    if not codes_fit(source, destination) or any(store is not source for store in unit.stores):
         return None
     record, _ = source.locate(unit.samples[0])
-    ids = {entry.id for entry in record.samples}
-    return source if all(name in ids and index[name] is source for name in unit.samples) else None
+    return source if {entry.id for entry in record.samples}.issuperset(unit.samples) else None
 
 
 class _Selection(PreparedInput):
@@ -347,9 +345,7 @@ def _fewer_layers(source: Store, encoded: EncodedUnit, destination: Store) -> En
     return with_layers(encoded, source.capture, destination.capture.stored_layers)
 
 
-def copy_decoded(
-    destination: Store, unit: CopyUnit, index: Mapping[str, Store], head: HeadBundle | None
-) -> CommitRecord | None:
+def copy_decoded(destination: Store, unit: CopyUnit, head: HeadBundle | None) -> CommitRecord | None:
     """Decode the samples of a unit and write them as one new unit; ``head`` makes top tokens of final hiddens."""
     if unit.origin is not None:
         source, commit = unit.origin
@@ -361,10 +357,12 @@ def copy_decoded(
         )
         rejects, engine, recaptured = commit.rejects, commit.engine, commit.recaptured
     else:
-        stores = [(index[sample_id], sample_id) for sample_id in unit.samples]
-        records = [source.read(sample_id, _kept_layers(source, destination)) for source, sample_id in stores]
+        stores = dict(zip(unit.samples, unit.stores, strict=True))
+        records = [source.read(name, _kept_layers(source, destination)) for name, source in stores.items()]
         rejects = ()
-        engine, recaptured = _engines_of({name: engine_of(source.locate(name)[0], name) for source, name in stores})
+        engine, recaptured = _engines_of(
+            {name: engine_of(source.locate(name)[0], name) for name, source in stores.items()}
+        )
     records = [with_top_tokens(record, head, destination.capture) for record in records]
     return write_unit(destination, unit.name, unit.input, records, rejects, engine, unit.revision, recaptured)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from hiddenstore.codecs.base import Encoded, fresh
 from hiddenstore.codecs.topk import unpack_rows
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError, HiddenstoreError, Kind, NotFoundError
+from hiddenstore.files.layout import TARGET_DIR
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.records import Record, Sample, mask_fault, spans_fault, tokens_fault
 from hiddenstore.segments import CONTAINERS
@@ -230,7 +231,8 @@ class SegmentReader:
             raise self._with_samples(missing, entry) from error
 
     def _with_samples(self, error: CorruptionError, entry: SampleEntry) -> CorruptionError:
-        if error.samples:
+        # A damaged file of the target costs no sample: with another copy of it all are read.
+        if error.samples or error.path.startswith(f"{TARGET_DIR}/"):
             return error
         samples: tuple[str, ...] = (entry.id,)
         what = f"sample {entry.id}"
