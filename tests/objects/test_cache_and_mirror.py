@@ -65,12 +65,12 @@ def test_a_cache_that_somebody_else_filled_is_read_by_whoever_may_not_write_to_i
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         fs = cached(place, Path(folder))
-        assert fs.put_if_absent("segments/a", bytes(100))
+        assert fs.put_if_absent("segments/a", bytes(BLOCK_BYTES))
         fs.read("segments/a")
         proxy.set_plan(None)
         os.seteuid(65_534)
         try:
-            assert fs.read("segments/a") == bytes(100)
+            assert fs.read("segments/a") == bytes(BLOCK_BYTES)
         finally:
             os.seteuid(0)
         assert gets(proxy) == 0
