@@ -413,6 +413,8 @@ def _tool_calls(calls: Any, title: str) -> list[dict[str, Any]]:
         return []
     if not _is_list_of_objects(calls):
         raise _UnusableError("tool-calls-invalid", f"the tool_calls of {title} are not a list of objects")
+    if not _is_list_of_objects([call.get("function") or {} for call in calls]):
+        raise _UnusableError("tool-calls-invalid", f"a function that {title} calls is not an object")
     return _written([_tool_call(call) for call in calls], "tool-calls-invalid", f"the tool_calls of {title}")
 
 

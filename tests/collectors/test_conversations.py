@@ -148,6 +148,8 @@ def test_an_image_is_refused_naming_the_message_and_the_part() -> None:
         ({"messages": [{"role": "user", "content": [{"type": []}]}]}, "content-not-text"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not-unicode"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": "x"}]}, "tool-calls-invalid"),
+        ({"messages": [CHAT[0], {**CHAT[1], "tool_calls": [{"function": "add"}]}]}, "tool-calls-invalid"),
+        ({"messages": [CHAT[0], {**CHAT[1], "function_call": True}]}, "tool-calls-invalid"),
         ({"messages": CHAT, "tools": "{broken"}, "tools-invalid"),
         ({"messages": CHAT, "tools": '[{"name": "\\ud800"}]'}, "not-unicode"),
         ({"messages": [CHAT[0], {**CHAT[1], "tool_calls": [{"id": "\ud800"}]}]}, "not-unicode"),
