@@ -266,9 +266,6 @@ def _rounding(old: CodeLayout, new: CodeLayout) -> str | None:
     return None if new.exact else "rounds once"
 
 
-_ROWS_PER_BATCH = 1024
-
-
 def _units_as_cut(sources: Sequence[Store], destination: Store) -> tuple[list[CopyUnit], int, int]:
     """Bring the inputs over; units to copy, how many are present already, and how many no source holds."""
     for source in sources:

@@ -14,7 +14,16 @@ import numpy as np
 import pyarrow as pa
 
 from hiddenstore.codecs import get_codec, get_layout
-from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, CodeLayout, Encoded, EncodedLayers, joined_small, select_small
+from hiddenstore.codecs.base import (
+    RAW_INDEX,
+    RAW_ROWS,
+    CodeLayout,
+    Encoded,
+    EncodedLayers,
+    joined_small,
+    select_small,
+    small_of_rows,
+)
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.commit import DAMAGED, engine_of
 from hiddenstore.errors import CorruptionError, Kind
@@ -25,10 +34,9 @@ from hiddenstore.inputs import PreparedInput, input_digest
 from hiddenstore.inspect.samples import Test
 from hiddenstore.records import Record, Sample
 from hiddenstore.segments import CONTAINERS
-from hiddenstore.segments.base import EncodedUnit, FieldGroup, groups_of, small_of_rows, unit_tokens
+from hiddenstore.segments.base import EncodedUnit, FieldGroup, groups_of, unit_tokens
 from hiddenstore.segments.encode import encode_records, layer_stats, with_raw_rows
 from hiddenstore.segments.rows import ends_of
-from hiddenstore.segments.segment import write_encoded
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.writer import (
@@ -128,7 +136,8 @@ def with_layers(unit: EncodedUnit, capture: CaptureSpec, layers: Sequence[int]) 
 def _rows_of(group: FieldGroup, encoded: Encoded, entry: SampleEntry) -> Encoded:
     rows = group.rows_of(entry)
     codes = [layer[rows.start : rows.stop] for layer in encoded.codes]
-    return Encoded(codes, small_of_rows(encoded.small, group, rows) if encoded.small else {})
+    small = small_of_rows(group.codec.small, encoded.small, len(codes), rows) if encoded.small else {}
+    return Encoded(codes, small)
 
 
 def _joined(codec: CodeLayout, samples: Sequence[Encoded], rows: Sequence[int]) -> EncodedLayers:
@@ -323,7 +332,7 @@ def _copy_file(
 
 def copy_codes(source: Store, record: CommitRecord, destination: Store, revision: int = 0) -> CommitRecord | None:
     """The codes of a unit as they are, in another container, or without the layers that the destination leaves out."""
-    encoded = _fewer_layers(source, stored_unit(source, record), destination) if record.samples else None
+    encoded = _kept_layers(source, stored_unit(source, record), destination) if record.samples else None
     return write_encoded_unit(
         destination, record.unit, record.input, encoded, record.rejects, record.engine, revision, record.recaptured
     )
@@ -334,35 +343,30 @@ def copy_piece(source: Store, unit: CopyUnit, destination: Store) -> CommitRecor
     record, _ = source.locate(unit.samples[0])
     indices = {entry.id: index for index, entry in enumerate(record.samples)}
     samples = list(stored_samples(source, record, [indices[name] for name in unit.samples]))
-    encoded = _fewer_layers(source, unit_of(unit.name, source.capture, samples), destination)
+    encoded = _kept_layers(source, unit_of(unit.name, source.capture, samples), destination)
     engine, recaptured = _engines_of({name: engine_of(record, name) for name in unit.samples})
     return write_encoded_unit(destination, unit.name, unit.input, encoded, (), engine, unit.revision, recaptured)
 
 
-def _fewer_layers(source: Store, encoded: EncodedUnit, destination: Store) -> EncodedUnit:
-    if source.capture.aux_layers == destination.capture.aux_layers:
-        return encoded
+def _kept_layers(source: Store, encoded: EncodedUnit, destination: Store) -> EncodedUnit:
     return with_layers(encoded, source.capture, destination.capture.stored_layers)
 
 
 def copy_decoded(destination: Store, unit: CopyUnit, head: HeadBundle | None) -> CommitRecord | None:
     """Decode the samples of a unit and write them as one new unit; ``head`` makes top tokens of final hiddens."""
+    layers = destination.capture.aux_layers
     if unit.origin is not None:
         source, commit = unit.origin
         # By index, not by id: another unit of the source may hold the same id, captured in another batch.
-        reader = source.open_unit(commit) if commit.samples else None
-        layers = _kept_layers(source, destination)
-        records = (
-            [source.read_unit(reader, n, layers) for n in range(len(commit.samples))] if reader is not None else []
-        )
+        reader = source.open_unit(commit)
+        records = [source.read_unit(reader, number, layers) for number in range(len(commit.samples))]
         rejects, engine, recaptured = commit.rejects, commit.engine, commit.recaptured
     else:
         stores = dict(zip(unit.samples, unit.stores, strict=True))
-        records = [source.read(name, _kept_layers(source, destination)) for name, source in stores.items()]
+        records = [source.read(name, layers) for name, source in stores.items()]
         rejects = ()
-        engine, recaptured = _engines_of(
-            {name: engine_of(source.locate(name)[0], name) for name, source in stores.items()}
-        )
+        engines = {name: engine_of(source.locate(name)[0], name) for name, source in stores.items()}
+        engine, recaptured = _engines_of(engines)
     records = [with_top_tokens(record, head, destination.capture) for record in records]
     return write_unit(destination, unit.name, unit.input, records, rejects, engine, unit.revision, recaptured)
 
@@ -376,12 +380,6 @@ def _engines_of(engines: Mapping[str, Engine]) -> tuple[Engine, tuple[Recapture,
     return first[0], tuple(Recapture(engine=engine, samples=names) for engine, names in others)
 
 
-def _kept_layers(source: Store, destination: Store) -> tuple[int, ...] | None:
-    """The layers to read where the destination leaves some out."""
-    layers = destination.capture.aux_layers
-    return None if layers == source.capture.aux_layers else layers
-
-
 def recapture_unit(
     store: Store, pending: PendingUnit, records: Sequence[Record], rejects: Sequence[Reject], engine: Engine
 ) -> CommitRecord | None:
@@ -391,20 +389,10 @@ def recapture_unit(
     now; StorageError: the disk refused; what was committed before stays."""
     old = pending.replaces
     assert old is not None
-    path = layout.segment_path(old.unit, layout.new_attempt(), pending.revision)
     refused = (*(reject for reject in old.rejects if reject.reason != DAMAGED), *rejects)
-    changes: dict[str, object] = {"segment": path, "rejects": refused, "files": (), "samples": (), "stats": {}}
-    changes |= _engines(old, records, engine)
     unit = _recaptured_unit(store, pending, old, records)
-    if unit is not None:
-        try:
-            files = write_encoded(store.fs, path, unit, store.capture, store.manifest.container)
-        except BaseException:
-            sweep(store.fs, path)
-            raise
-        changes |= {"files": files, "samples": unit.samples, "stats": unit.stats}
-    record = CommitRecord.model_validate({**dict(old), **changes})
-    return record if publish_segment(store.fs, record, pending.revision) else None
+    engine, recaptured = _engines(old, records, engine)
+    return write_encoded_unit(store, old.unit, old.input, unit, refused, engine, pending.revision, recaptured)
 
 
 def _recaptured_unit(
@@ -424,14 +412,14 @@ def _recaptured_unit(
     return unit_of(old.unit, store.capture, parts)
 
 
-def _engines(old: CommitRecord, records: Sequence[Record], engine: Engine) -> dict[str, object]:
+def _engines(old: CommitRecord, records: Sequence[Record], engine: Engine) -> tuple[Engine, tuple[Recapture, ...]]:
     """The engine of the record, and of samples that another one captured."""
     if not old.samples:
-        return {"engine": engine, "recaptured": ()}
+        return engine, ()
     if engine == old.engine or not records:
-        return {}
+        return old.engine, old.recaptured
     new = Recapture(engine=engine, samples=tuple(record.sample.id for record in records))
-    return {"recaptured": (*old.recaptured, new)}
+    return old.engine, (*old.recaptured, new)
 
 
 def recaptured_of(record: CommitRecord, intact: Collection[str]) -> tuple[Recapture, ...]:
