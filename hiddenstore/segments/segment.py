@@ -45,11 +45,9 @@ from hiddenstore.segments.many import (
 from hiddenstore.segments.rows import ends_of
 from schemas import FINAL, CaptureSpec, CommitRecord, FileEntry, SampleEntry
 
-DEFAULT_CONTAINER = "zarr"
-
 
 def write_encoded(
-    fs: Filesystem, path: str, unit: EncodedUnit, capture: CaptureSpec, container: str = DEFAULT_CONTAINER
+    fs: Filesystem, path: str, unit: EncodedUnit, capture: CaptureSpec, container: str = "zarr"
 ) -> tuple[FileEntry, ...]:
     """Write a unit under the new folder ``path``; files and folders are durable when it returns.
 
@@ -75,7 +73,7 @@ class SegmentReader:
         path: str,
         record: CommitRecord,
         capture: CaptureSpec,
-        container: str = DEFAULT_CONTAINER,
+        container: str = "zarr",
     ) -> None:
         self.fs, self.path, self.record, self.capture = fs, path, record, capture
         self._aux, self._final = groups_of(capture)
