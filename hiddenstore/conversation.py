@@ -243,7 +243,10 @@ def _json(text: str, reason: str, title: str = "the row") -> Any:
 def _entries(row: dict[str, Any]) -> list[Any]:
     name = next((name for name in MESSAGE_COLUMNS if row.get(name) is not None), None)
     if name is None and (pair := pair_columns(key for key, value in row.items() if value is not None)):
-        return _with_system(row, [*_history(row.get(HISTORY)), *_entries_of_pair(row, pair)])
+        turns = [*_history(row.get(HISTORY)), *_entries_of_pair(row, pair)]
+        if not turns:
+            raise _UnusableError("no-messages", f"{pair[0]} is an empty list")
+        return _with_system(row, turns)
     if name is None:
         names = ", ".join(sorted(str(key) for key in row)[:8]) or "nothing"
         raise _UnusableError("no-messages", f"expected messages, conversations or a prompt, found {shortened(names)}")
@@ -297,7 +300,11 @@ def _entries_of_pair(row: dict[str, Any], columns: list[str]) -> list[Any]:
     what an instruction is about."""
     question = row[columns[0]]
     topic = row.get("input") if columns[0] == "instruction" else None
-    if isinstance(topic, str) and topic.strip():
+    is_blank = isinstance(topic, str) and not topic.strip()
+    if topic and not is_blank:
+        if not (isinstance(topic, str) and isinstance(question, str)):
+            kinds = f"instruction is {_kind(question)} and input {_kind(topic)}"
+            raise _UnusableError("content-not-text", f"{kinds}, expected text in both")
         question = f"{question}\n\n{topic}"
     turns: list[Any] = []
     answers = [row[name] for name in columns if name in ANSWERS]
@@ -406,6 +413,8 @@ def _tool_calls(calls: Any, title: str) -> list[dict[str, Any]]:
         return []
     if not _is_list_of_objects(calls):
         raise _UnusableError("tool-calls-invalid", f"the tool_calls of {title} are not a list of objects")
+    if not _is_list_of_objects([call.get("function") or {} for call in calls]):
+        raise _UnusableError("tool-calls-invalid", f"a function that {title} calls is not an object")
     return _written([_tool_call(call) for call in calls], "tool-calls-invalid", f"the tool_calls of {title}")
 
 

@@ -84,7 +84,7 @@ class RegisteredInput:
 
     @cached_property
     def table(self) -> pa.Table:
-        """Columns sample_id, unit, tokens, split in input order. Raises NotFoundError: ``input-missing``;
+        """Columns sample_id, unit, tokens, split in input order. Raises NotFoundError: ``path-missing``;
         CorruptionError: ``file-corrupt``."""
         return parse_registered(self._bytes(), self.digest, f"{self.fs.root}/{layout.input_path(self.digest)}")
 

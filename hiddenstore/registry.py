@@ -74,7 +74,7 @@ class Registry(Generic[T]):
         return {p.name: [q for q in points if q.name == p.name] for p in points if p.name not in self.rows and p.dist}
 
     def require(self, name: str) -> None:
-        """Refuse a name that is not in the table; ConfigError ``<thing>-unknown``. Nothing is loaded."""
+        """Refuse a name that is not in the table; ConfigError ``name-unknown``. Nothing is loaded."""
         if name not in self:
             raise unknown(self.thing, name, self, self.option, self.default)
 

@@ -22,7 +22,6 @@ from hiddenstore.care.stored_unit import (
     copy_decoded,
     copy_piece,
     copy_verbatim,
-    stores_by_sample,
     units_of_selection,
 )
 from hiddenstore.codecs import get_layout, kind_of
@@ -102,8 +101,8 @@ def open_destination(
     """Create the store of a copy, or open the one there; None keeps its recipe or container, else the first source's. A
     new one on object storage gets ``default_container``. ``target`` names the checkpoint whose blocks rebuild states,
     ``layers`` the aux layers to keep; ``cuts_anew``: no unit keeps its codes. Raises ConflictError: ``store-mismatch``;
-    ConfigError: ``name-unknown``, ``codec-unknown``, ``codec-unfit``, ``final-unfit``, ``blocks-unsupported``,
-    ``layer-missing``; FormatError: ``target-mismatch``: ``target`` is another than the store's."""
+    ConfigError: ``name-unknown``, ``codec-unfit``, ``final-unfit``, ``blocks-unsupported``, ``layer-missing``;
+    FormatError: ``target-mismatch``: ``target`` is another than the store's."""
     first = sources[0]
     manifest, identity, fs = first.manifest, first.capture.target, open_filesystem(location)
     is_there = False
@@ -267,9 +266,6 @@ def _rounding(old: CodeLayout, new: CodeLayout) -> str | None:
     return None if new.exact else "rounds once"
 
 
-_ROWS_PER_BATCH = 1024
-
-
 def _units_as_cut(sources: Sequence[Store], destination: Store) -> tuple[list[CopyUnit], int, int]:
     """Bring the inputs over; units to copy, how many are present already, and how many no source holds."""
     for source in sources:
@@ -403,10 +399,10 @@ def open_copy(
 
     ``recipe`` and ``container`` None keep those of the destination when it exists, else those of the first source;
     ``same_target`` as in ``check_sources``, ``target`` and ``layers`` as in ``open_destination``. Raises ConflictError:
-    ``store-mismatch``, sources or destination hold another capture (codecs and container aside);
-    ``input-units-differ``, the destination cuts an input into other units; ConfigError: ``copy-onto-itself``;
-    ``selection-empty``; ``name-unknown``; ``codec-unknown``; ``final-unfit``: a source holds top tokens, and the
-    destination is to hold the final hidden; CorruptionError: a target file or input of a source is damaged."""
+    ``output-exists``, the destination is a source; ``store-mismatch``, sources or destination hold another capture
+    (codecs and container aside); ``input-units-differ``, the destination cuts an input into other units; ConfigError:
+    ``selection-empty``; ``name-unknown``; ``final-unfit``: a source holds top tokens, and the destination is to hold
+    the final hidden; CorruptionError: a target file or input of a source is damaged."""
     warnings = check_sources(sources, location, same_target, layers is not None)
     if keep is not None and not any(keep(record, entry) for source in sources for record, entry in source.entries):
         raise ConfigError("no sample of the sources passes the filter", kind=Kind.SELECTION_EMPTY)
@@ -430,8 +426,6 @@ def run_copy(copy: Copy, advance: Callable[[CopyReport], bool] | None = None) ->
     """Bring the units over, one commit each. ``advance`` is called after each; returning False stops. Raises
     CorruptionError: bytes of a source disagree with their digest; what is committed stays."""
     report = CopyReport()
-    gathers = any(unit.is_gathered for unit in copy.units)
-    index = stores_by_sample(copy.sources) if gathers else {}
     makes_top_tokens = copy.destination.capture.holds_topk and not all(s.capture.holds_topk for s in copy.sources)
     head = copy.destination.head() if makes_top_tokens else None
     index_writer = IndexWriter(copy.destination.fs, copy.destination.catalog)
@@ -443,7 +437,7 @@ def run_copy(copy: Copy, advance: Callable[[CopyReport], bool] | None = None) ->
         elif unit.piece_of is not None:
             commit = copy_piece(unit.piece_of, unit, copy.destination)
         else:
-            commit = copy_decoded(copy.destination, unit, index, head)
+            commit = copy_decoded(copy.destination, unit, head)
         report.units += 1
         if commit is None:
             report.lost_races += 1

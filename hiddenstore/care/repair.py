@@ -19,12 +19,11 @@ from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.catalog import read_replaced
 from hiddenstore.index.file import live_indexes
-from hiddenstore.segments.segment import write_encoded
 from hiddenstore.store import Store, load_snapshot
 from hiddenstore.targets.calibration import SLICE_PATH, slice_bytes, slice_document
 from hiddenstore.verify.bytes import rarely_read_documents, unit_damage
 from hiddenstore.verify.structure import check_indexes
-from hiddenstore.writer import publish_segment, sweep
+from hiddenstore.writer import write_encoded_unit
 from schemas.manifest import CommitRecord, Reject
 
 ACCEPTED_LOSS = 0.01
@@ -192,20 +191,13 @@ def _require_accepted(store: Store, result: Repair, accept_loss: int | None) -> 
 
 
 def _rewrite(store: Store, plan: _Rewrite) -> None:
-    record, fs = plan.record, store.fs
-    path = layout.segment_path(record.unit, layout.new_attempt(), plan.revision)
-    changes: dict[str, object] = {"segment": path, "rejects": plan.rejects, "files": (), "samples": (), "stats": {}}
-    changes["recaptured"] = recaptured_of(record, {record.samples[index].id for index in plan.intact})
+    record, unit = plan.record, None
     if plan.intact:
         unit = unit_of(record.unit, store.capture, list(stored_samples(store, record, plan.intact)))
-        try:
-            files = write_encoded(fs, path, unit, store.capture, store.manifest.container)
-        except BaseException:
-            sweep(fs, path)
-            raise
-        changes |= {"files": files, "samples": unit.samples, "stats": unit.stats}
-    repaired = CommitRecord.model_validate({**dict(record), **changes})
-    if not publish_segment(fs, repaired, plan.revision):
+    recaptured = recaptured_of(record, {record.samples[index].id for index in plan.intact})
+    if not write_encoded_unit(
+        store, record.unit, record.input, unit, plan.rejects, record.engine, plan.revision, recaptured
+    ):
         problem = f"unit {record.unit} was repaired by somebody else at the same time"
         raise ConflictError(problem, kind=Kind.REPAIR_RACED, hint="run it again")
 

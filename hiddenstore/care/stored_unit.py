@@ -14,7 +14,16 @@ import numpy as np
 import pyarrow as pa
 
 from hiddenstore.codecs import get_codec, get_layout
-from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, CodeLayout, Encoded, EncodedLayers, joined_small, select_small
+from hiddenstore.codecs.base import (
+    RAW_INDEX,
+    RAW_ROWS,
+    CodeLayout,
+    Encoded,
+    EncodedLayers,
+    joined_small,
+    select_small,
+    small_of_rows,
+)
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.commit import DAMAGED, engine_of
 from hiddenstore.errors import CorruptionError, Kind
@@ -25,10 +34,9 @@ from hiddenstore.inputs import PreparedInput, input_digest
 from hiddenstore.inspect.samples import Test
 from hiddenstore.records import Record, Sample
 from hiddenstore.segments import CONTAINERS
-from hiddenstore.segments.base import EncodedUnit, FieldGroup, groups_of, small_of_rows, unit_tokens
+from hiddenstore.segments.base import EncodedUnit, FieldGroup, groups_of, unit_tokens
 from hiddenstore.segments.encode import encode_records, layer_stats, with_raw_rows
 from hiddenstore.segments.rows import ends_of
-from hiddenstore.segments.segment import write_encoded
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.writer import (
@@ -128,7 +136,8 @@ def with_layers(unit: EncodedUnit, capture: CaptureSpec, layers: Sequence[int]) 
 def _rows_of(group: FieldGroup, encoded: Encoded, entry: SampleEntry) -> Encoded:
     rows = group.rows_of(entry)
     codes = [layer[rows.start : rows.stop] for layer in encoded.codes]
-    return Encoded(codes, small_of_rows(encoded.small, group, rows) if encoded.small else {})
+    small = small_of_rows(group.codec.small, encoded.small, len(codes), rows) if encoded.small else {}
+    return Encoded(codes, small)
 
 
 def _joined(codec: CodeLayout, samples: Sequence[Encoded], rows: Sequence[int]) -> EncodedLayers:
@@ -166,8 +175,8 @@ _ROWS_PER_BATCH = 1024
 
 @dataclass(frozen=True)
 class CopyUnit:
-    """One unit to bring over: whole from ``origin``, a store and its record there, or gathered by sample id;
-    ``piece_of``: the store that has all of these in one unit, coded as they will be.
+    """One unit to bring over: whole from ``origin``, a store and its record there, or its samples each from a store of
+    ``stores``; ``piece_of``: the store that has all of these in one unit, coded as they will be.
 
     ``revision`` is above 0 where the destination has the unit, without samples that were lost on disk.
     """
@@ -176,6 +185,7 @@ class CopyUnit:
     input: str
     samples: tuple[str, ...]
     origin: tuple[Store, CommitRecord] | None = None
+    stores: tuple[Store, ...] = ()
     piece_of: Store | None = None
     revision: int = 0
 
@@ -183,11 +193,6 @@ class CopyUnit:
     def is_gathered(self) -> bool:
         """Whether its samples are decoded and encoded together."""
         return self.origin is None and self.piece_of is None
-
-
-def stores_by_sample(sources: Sequence[Store]) -> dict[str, Store]:
-    """The first source that holds each sample id."""
-    return {sample_id: source for source in reversed(sources) for sample_id in source.sample_ids}
 
 
 def codes_fit(source: Store, destination: Store) -> bool:
@@ -203,15 +208,17 @@ FEW_PIECES, LEAST_FILLED = 1000, 8
 def units_of_selection(sources: Sequence[Store], destination: Store, keep: Test) -> tuple[list[CopyUnit], int, int]:
     """Register the samples that pass ``keep`` and are not present; units to copy, samples present already, and units
     that cannot be filled."""
-    index = stores_by_sample(sources)
-    pending, unavailable = _pending_units(destination, index)
-    covered = {sample_id for unit in pending for sample_id in unit.samples}.union(destination.sample_ids)
+    index = {sample_id: source for source in reversed(sources) for sample_id in source.sample_ids}
     selected: dict[str, tuple[str, tuple[SampleEntry, tuple[int, str]]]] = {}
     for number, source in enumerate(sources):
         for record, entry in source.entries:
-            if keep(record, entry):
+            if entry.id not in selected and keep(record, entry):
                 engine = engine_of(record, entry.id).model_dump_json()
-                selected.setdefault(entry.id, (engine, (entry, (number, record.unit))))
+                selected[entry.id] = (engine, (entry, (number, record.unit)))
+                # What passes in this source may be of another split in the first that holds it.
+                index[entry.id] = source
+    pending, unavailable = _pending_units(destination, index)
+    covered = {sample_id for unit in pending for sample_id in unit.samples}.union(destination.sample_ids)
     # One input per engine: a unit names one for all of its samples but those that were captured again.
     groups: dict[str, list[tuple[SampleEntry, tuple[int, str]]]] = {}
     for sample_id, (engine, sample) in selected.items():
@@ -249,16 +256,16 @@ def _pending_units(destination: Store, index: Mapping[str, Store]) -> tuple[list
         for name, item in pending_units(destination, digest).items():
             pending.append(CopyUnit(name, digest, tuple(samples[name]), revision=item.revision))
     units = [unit for unit in pending if all(sample_id in index for sample_id in unit.samples)]
-    return [replace(unit, piece_of=_one_source(unit, index, destination)) for unit in units], len(pending) - len(units)
+    filled = [replace(unit, stores=tuple(index[sample_id] for sample_id in unit.samples)) for unit in units]
+    return [replace(unit, piece_of=_one_source(unit, destination)) for unit in filled], len(pending) - len(units)
 
 
-def _one_source(unit: CopyUnit, index: Mapping[str, Store], destination: Store) -> Store | None:
-    source = index[unit.samples[0]]
-    if not codes_fit(source, destination):
+def _one_source(unit: CopyUnit, destination: Store) -> Store | None:
+    source = unit.stores[0]
+    if not codes_fit(source, destination) or any(store is not source for store in unit.stores):
         return None
     record, _ = source.locate(unit.samples[0])
-    ids = {entry.id for entry in record.samples}
-    return source if all(name in ids and index[name] is source for name in unit.samples) else None
+    return source if {entry.id for entry in record.samples}.issuperset(unit.samples) else None
 
 
 class _Selection(PreparedInput):
@@ -325,7 +332,7 @@ def _copy_file(
 
 def copy_codes(source: Store, record: CommitRecord, destination: Store, revision: int = 0) -> CommitRecord | None:
     """The codes of a unit as they are, in another container, or without the layers that the destination leaves out."""
-    encoded = _fewer_layers(source, stored_unit(source, record), destination) if record.samples else None
+    encoded = _kept_layers(source, stored_unit(source, record), destination) if record.samples else None
     return write_encoded_unit(
         destination, record.unit, record.input, encoded, record.rejects, record.engine, revision, record.recaptured
     )
@@ -336,35 +343,30 @@ def copy_piece(source: Store, unit: CopyUnit, destination: Store) -> CommitRecor
     record, _ = source.locate(unit.samples[0])
     indices = {entry.id: index for index, entry in enumerate(record.samples)}
     samples = list(stored_samples(source, record, [indices[name] for name in unit.samples]))
-    encoded = _fewer_layers(source, unit_of(unit.name, source.capture, samples), destination)
+    encoded = _kept_layers(source, unit_of(unit.name, source.capture, samples), destination)
     engine, recaptured = _engines_of({name: engine_of(record, name) for name in unit.samples})
     return write_encoded_unit(destination, unit.name, unit.input, encoded, (), engine, unit.revision, recaptured)
 
 
-def _fewer_layers(source: Store, encoded: EncodedUnit, destination: Store) -> EncodedUnit:
-    if source.capture.aux_layers == destination.capture.aux_layers:
-        return encoded
+def _kept_layers(source: Store, encoded: EncodedUnit, destination: Store) -> EncodedUnit:
     return with_layers(encoded, source.capture, destination.capture.stored_layers)
 
 
-def copy_decoded(
-    destination: Store, unit: CopyUnit, index: Mapping[str, Store], head: HeadBundle | None
-) -> CommitRecord | None:
+def copy_decoded(destination: Store, unit: CopyUnit, head: HeadBundle | None) -> CommitRecord | None:
     """Decode the samples of a unit and write them as one new unit; ``head`` makes top tokens of final hiddens."""
+    layers = destination.capture.aux_layers
     if unit.origin is not None:
         source, commit = unit.origin
         # By index, not by id: another unit of the source may hold the same id, captured in another batch.
-        reader = source.open_unit(commit) if commit.samples else None
-        layers = _kept_layers(source, destination)
-        records = (
-            [source.read_unit(reader, n, layers) for n in range(len(commit.samples))] if reader is not None else []
-        )
+        reader = source.open_unit(commit)
+        records = [source.read_unit(reader, number, layers) for number in range(len(commit.samples))]
         rejects, engine, recaptured = commit.rejects, commit.engine, commit.recaptured
     else:
-        stores = [(index[sample_id], sample_id) for sample_id in unit.samples]
-        records = [source.read(sample_id, _kept_layers(source, destination)) for source, sample_id in stores]
+        stores = dict(zip(unit.samples, unit.stores, strict=True))
+        records = [source.read(name, layers) for name, source in stores.items()]
         rejects = ()
-        engine, recaptured = _engines_of({name: engine_of(source.locate(name)[0], name) for source, name in stores})
+        engines = {name: engine_of(source.locate(name)[0], name) for name, source in stores.items()}
+        engine, recaptured = _engines_of(engines)
     records = [with_top_tokens(record, head, destination.capture) for record in records]
     return write_unit(destination, unit.name, unit.input, records, rejects, engine, unit.revision, recaptured)
 
@@ -378,12 +380,6 @@ def _engines_of(engines: Mapping[str, Engine]) -> tuple[Engine, tuple[Recapture,
     return first[0], tuple(Recapture(engine=engine, samples=names) for engine, names in others)
 
 
-def _kept_layers(source: Store, destination: Store) -> tuple[int, ...] | None:
-    """The layers to read where the destination leaves some out."""
-    layers = destination.capture.aux_layers
-    return None if layers == source.capture.aux_layers else layers
-
-
 def recapture_unit(
     store: Store, pending: PendingUnit, records: Sequence[Record], rejects: Sequence[Reject], engine: Engine
 ) -> CommitRecord | None:
@@ -393,20 +389,10 @@ def recapture_unit(
     now; StorageError: the disk refused; what was committed before stays."""
     old = pending.replaces
     assert old is not None
-    path = layout.segment_path(old.unit, layout.new_attempt(), pending.revision)
     refused = (*(reject for reject in old.rejects if reject.reason != DAMAGED), *rejects)
-    changes: dict[str, object] = {"segment": path, "rejects": refused, "files": (), "samples": (), "stats": {}}
-    changes |= _engines(old, records, engine)
     unit = _recaptured_unit(store, pending, old, records)
-    if unit is not None:
-        try:
-            files = write_encoded(store.fs, path, unit, store.capture, store.manifest.container)
-        except BaseException:
-            sweep(store.fs, path)
-            raise
-        changes |= {"files": files, "samples": unit.samples, "stats": unit.stats}
-    record = CommitRecord.model_validate({**dict(old), **changes})
-    return record if publish_segment(store.fs, record, pending.revision) else None
+    engine, recaptured = _engines(old, records, engine)
+    return write_encoded_unit(store, old.unit, old.input, unit, refused, engine, pending.revision, recaptured)
 
 
 def _recaptured_unit(
@@ -426,14 +412,14 @@ def _recaptured_unit(
     return unit_of(old.unit, store.capture, parts)
 
 
-def _engines(old: CommitRecord, records: Sequence[Record], engine: Engine) -> dict[str, object]:
+def _engines(old: CommitRecord, records: Sequence[Record], engine: Engine) -> tuple[Engine, tuple[Recapture, ...]]:
     """The engine of the record, and of samples that another one captured."""
     if not old.samples:
-        return {"engine": engine, "recaptured": ()}
+        return engine, ()
     if engine == old.engine or not records:
-        return {}
+        return old.engine, old.recaptured
     new = Recapture(engine=engine, samples=tuple(record.sample.id for record in records))
-    return {"recaptured": (*old.recaptured, new)}
+    return old.engine, (*old.recaptured, new)
 
 
 def recaptured_of(record: CommitRecord, intact: Collection[str]) -> tuple[Recapture, ...]:

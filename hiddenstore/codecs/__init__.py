@@ -39,12 +39,12 @@ def kind_of(name: str) -> str:
 
 
 def get_codec(name: str) -> "Codec":
-    """The codec of states of that name; ConfigError ``codec-unknown`` with the nearest name otherwise."""
+    """The codec of states of that name; ConfigError ``name-unknown`` with the nearest one otherwise."""
     return CODECS[name]
 
 
 def get_layout(name: str) -> "CodeLayout":
-    """The arrays of a codec, ``topk`` included; ConfigError ``codec-unknown`` with the nearest name otherwise."""
+    """The arrays of a codec, ``topk`` included; ConfigError ``name-unknown`` with the nearest one otherwise."""
     if name in CODECS:
         return CODECS[name]
     return FITTED[name] if name in FITTED else LAYOUTS[name]

@@ -254,14 +254,16 @@ def select_small(
     return part
 
 
-def first_rows(
-    fields: Mapping[str, SmallField], small: Mapping[str, np.ndarray], layers: int, rows: int
+def small_of_rows(
+    fields: Mapping[str, SmallField], small: Mapping[str, np.ndarray], layers: int, rows: range
 ) -> dict[str, np.ndarray]:
-    """The small arrays of a sample's first ``rows``, raw rows with them."""
-    part = select_small(fields, small, range(layers), range(rows))
+    """What some rows have of the small arrays of a part; raw rows are counted inside ``rows``."""
+    part = select_small(fields, small, range(layers), rows)
     if RAW_INDEX in small:
-        kept = small[RAW_INDEX][:, 1] < rows
-        part |= {RAW_INDEX: small[RAW_INDEX][kept], RAW_ROWS: small[RAW_ROWS][kept]}
+        spans = [raw_places(small[RAW_INDEX], layer, rows) for layer in range(layers)]
+        index = np.concatenate([small[RAW_INDEX][span.start : span.stop] for span in spans])
+        part[RAW_INDEX] = index - np.array([0, rows.start], dtype=index.dtype)
+        part[RAW_ROWS] = np.concatenate([small[RAW_ROWS][span.start : span.stop] for span in spans])
     return part
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _DIGEST_CHARACTERS = 16
-# By name and by where they lie: any of them gives the same file.
+# By name and by where they lie, the store opened last behind the others: any of them gives the same file.
 _READERS: dict[str, dict[str, Callable[[str], bytes]]] = {}
 
 
@@ -31,7 +31,9 @@ def bind(name: str, where: str, read: Callable[[str], bytes]) -> None:
     """Make a codec that was fitted known by its name; ``read`` gives a file of ``target/`` of the store at an address,
     when it is first needed. One whole file is enough for every store that was opened and names the same codec."""
     if (kind := kind_of(name)) != name:
-        _READERS.setdefault(name, {})[where] = read
+        readers = _READERS.setdefault(name, {})
+        readers.pop(where, None)
+        readers[where] = read
         CODECS.bind(name, lambda: FITTED[kind].of(name, partial(_file, name)))
 
 

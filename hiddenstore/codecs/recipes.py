@@ -29,8 +29,8 @@ RECIPE_HELP = f"{', '.join(RECIPES)}; per field: aux=q4,final=q8"
 def get_recipe(text: str) -> "Codecs":
     """The codecs of a recipe, by name or per field: ``compact``, ``aux=q4,final=q8``, ``final=topk``.
 
-    A field left out takes the codec of the default recipe. Raises ConfigError: ``name-unknown`` or ``codec-unknown``,
-    with the nearest name."""
+    A field left out takes the codec of the default recipe. Raises ConfigError: ``name-unknown``, with the
+    nearest name."""
     from schemas.capture import Codecs
 
     if "=" not in text:

@@ -39,6 +39,8 @@ class Buffers:
 
     def __init__(self, limit_bytes: int, pinned: bool = False) -> None:
         self.pinned = pinned
+        self.taken = 0
+        """Bytes lent so far, those that came back too: memory that is larger than what was asked for counts whole."""
         self._limit = limit_bytes
         # Given back from whatever thread drops the last tensor; appending to a deque needs no lock.
         self._returned: deque[np.ndarray] = deque()
@@ -48,11 +50,13 @@ class Buffers:
     def take(self, size: int) -> Tensor:
         """uint8 [size] that starts on a page; one thread at a time may ask."""
         if self.pinned:
+            self.taken += size
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         memory = self._reused(size)
         if memory is None:
             memory = _pages(size)
             self._total += memory.size
+        self.taken += memory.size
         lent = memory[:size]
         # ``from_numpy`` holds this very array for as long as the storage lives.
         weakref.finalize(lent, self._returned.append, memory).atexit = False

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hiddenstore.codecs import get_layout
-from hiddenstore.codecs.base import Encoded, first_rows
+from hiddenstore.codecs.base import Encoded, small_of_rows
 from hiddenstore.data.packed import Buffers, EncodedPack, Members, PackedBatch, carve, room_bytes
 from hiddenstore.data.view import WHOLE, SampleView
 from hiddenstore.errors import CorruptionError, Kind
@@ -300,8 +300,9 @@ class EncodedFiller:
         ):
             for codes, place in zip(encoded.codes, places, strict=True):
                 place.copy_(codes[:rows])
-            small = get_layout(getattr(self._codecs, field)).small if encoded.codes else {}
-            kept.append(Encoded(list(places), first_rows(small, encoded.small, len(encoded.codes), rows)))
+            fields = get_layout(getattr(self._codecs, field)).small
+            small = small_of_rows(fields, encoded.small, len(places), range(rows)) if encoded.small else {}
+            kept.append(Encoded(list(places), small))
         return kept[0], kept[1], final_rows[: slot.final_rows]
 
 
@@ -415,15 +416,14 @@ class Prefetch(Generic[K]):
         return ahead < JOBS_AHEAD and used_bytes + size <= self._budget
 
     def _start(self, pool: Threads, job: Job[K]) -> _Running[K]:
-        packs, reads, size = [], [], 0
+        packs, reads, before = [], [], self._buffers.taken
         for slots in job.packs:
             pack, samples = self._filler.empty(slots, self._buffers), packed_samples(slots)
-            room = room_bytes(self._filler.members(slots))
-            size, token_bytes = size + room, room // max(1, sum(slot.tokens for slot in slots))
+            token_bytes = room_bytes(self._filler.members(slots)) // max(1, sum(slot.tokens for slot in slots))
             small = [sample for sample in samples if sample.slot.tokens * token_bytes < SMALL_BYTES]
             if len(small) > 1:
                 reads.append(pool.submit(self._filler.fill_many, pack, small))
                 samples = [sample for sample in samples if sample.slot.tokens * token_bytes >= SMALL_BYTES]
             reads += [pool.submit(self._filler.fill, pack, sample) for sample in samples]
             packs.append(pack)
-        return _Running(job.key, packs, reads, size)
+        return _Running(job.key, packs, reads, self._buffers.taken - before)

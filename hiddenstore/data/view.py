@@ -49,10 +49,11 @@ class SampleView:
         return mask
 
     def require_rows(self, sample: Sample, capture: CaptureSpec, layers: Sequence[int], final: bool) -> None:
-        """Refuse a mask that teaches where a store holds less of what is read: the stored ``layers`` and, with
-        ``final``, the final rows. Raises ConfigError: ``store-lacks-states``."""
+        """Refuse a mask that teaches, before ``max_tokens``, where a store holds less of what is read: the stored
+        ``layers`` and, with ``final``, the final rows. Raises ConfigError: ``store-lacks-states``."""
         reasons, options = self.shortfall(capture, layers, final)
-        wider = np.flatnonzero(self.mask(sample) > sample.loss_mask) if reasons else np.zeros(0)
+        mask, stored = self.mask(sample)[: self.max_tokens], sample.loss_mask[: self.max_tokens]
+        wider = np.flatnonzero(mask > stored) if reasons else np.zeros(0)
         if len(wider):
             raise ConfigError(
                 f"data.loss_on={self.loss_on} teaches token {wider[0]} of sample {sample.id}, which the stored mask "

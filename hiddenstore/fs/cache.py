@@ -84,9 +84,11 @@ class CachedFilesystem(ObjectFilesystem):
         file = self._file(path, number)
         try:
             data = file.read_bytes()
-            os.utime(file)
         except OSError:
             return None
+        # The folder may be somebody's who shares it to read.
+        with suppress(OSError):
+            os.utime(file)
         block = data[:-_CRC_BYTES]
         if len(block) != _length(number, size) or _crc(block) != data[-_CRC_BYTES:]:
             return None

@@ -250,8 +250,7 @@ class _NewFile:
 
     def write(self, data: bytes | memoryview) -> None:
         assert self._handle is not None, "write after close"
-        view = memoryview(data)
-        view = view.cast("B") if view.ndim != 1 or view.format != "B" else view
+        view = memoryview(data).cast("B")
         with self._fs._at(self._path, needed=len(view)):
             self._fs._disk.write(self._handle, view)
 

@@ -138,8 +138,12 @@ class ObjectFilesystem:
         return sorted({path.rpartition("/")[2] for path in paths})
 
     def drop_cache(self, path: str) -> None:
+        self._forget(path)
+
+    def _forget(self, *paths: str) -> None:
         self._drops += 1
-        self._known.pop(path, None)
+        for path in paths:
+            self._known.pop(path, None)
 
     def sync_folder(self, path: str) -> None:
         """An object is durable when its put is answered."""
@@ -155,14 +159,13 @@ class ObjectFilesystem:
             # Google answers 404 for a key that somebody else removed meanwhile, and obstore then leaves the rest.
             [*_pool().map(self._remove, keys)]
         self._remove(path)
-        for key in keys:
-            self._known.pop(key, None)
+        self._forget(*keys)
 
     def _remove(self, path: str) -> None:
         """One object, which may be absent."""
         with suppress(NotFoundError):
             self._ask(path, lambda api, key: api.delete(self._bucket, key))
-        self._known.pop(path, None)
+        self._forget(path)
 
     def remove_empty(self, folder: str) -> None:
         """A prefix that nothing begins with is not there."""

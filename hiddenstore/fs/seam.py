@@ -60,7 +60,7 @@ class Filesystem(Protocol):
         """Publish ``data`` under ``path`` whole, durable and atomic; False when the name exists."""
 
     def read(self, path: str) -> bytes:
-        """All bytes; NotFoundError ``file-missing`` when absent."""
+        """All bytes; NotFoundError ``path-missing`` when absent."""
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """Exactly ``length`` bytes; CorruptionError ``file-short`` when the file ends before."""

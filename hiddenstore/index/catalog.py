@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
@@ -174,16 +175,15 @@ class Catalog(Sequence[Commit]):
         assert self._dropped is not None
         return self._dropped
 
-    def _columns(self, part: _Covered) -> SampleTable:
+    def _columns(self, part: _Covered, text: str = "") -> SampleTable:
+        """The samples of a part whose id starts with ``text``."""
         with suppress(*DAMAGE):
-            table = twice(self.fs, part.file.read, part.file.path)
-            return renumbered(table, part.numbers)
-        return self._without_index(part)
-
-    def _without_index(self, part: _Covered) -> SampleTable:
+            read = partial(part.file.starting, text) if text else part.file.read
+            return renumbered(twice(self.fs, read, part.file.path), part.numbers)
         numbers = [int(number) for number in np.sort(part.numbers[part.numbers >= 0])]
         commits = zip(numbers, self._stream(numbers), strict=True)
-        return joined([table_of((number, commit.record) for number, commit in commits)])
+        table = joined([table_of((number, commit.record) for number, commit in commits)])
+        return table.take(np.arange(*table.ids.bounds(text))) if text else table
 
     def starting(self, text: str) -> SampleTable:
         """The samples whose id starts with ``text``, each once, sorted."""
@@ -193,15 +193,9 @@ class Catalog(Sequence[Commit]):
                 _ = self.table
             if self._table is not None:
                 return self._table.take(np.arange(*self._table.ids.bounds(text)))
-            parts = [self._few(part, text) for part in self._indexed]
+            parts = [self._columns(part, text) for part in self._indexed]
             few = joined([*parts, self._read.take(np.arange(*self._read.ids.bounds(text)))])
             return few.take(~few.repeats())
-
-    def _few(self, part: _Covered, text: str) -> SampleTable:
-        with suppress(*DAMAGE):
-            return renumbered(twice(self.fs, lambda: part.file.starting(text), part.file.path), part.numbers)
-        table = self._without_index(part)
-        return table.take(np.arange(*table.ids.bounds(text)))
 
     def locate(self, sample_id: str) -> tuple[int, int] | None:
         """The place of the record that holds a sample, and the sample's index in it; None where none does."""

@@ -16,18 +16,7 @@ from torch import Tensor
 
 from hiddenstore import inputs
 from hiddenstore.codecs import get_codec, get_layout
-from hiddenstore.codecs.base import (
-    RAW_INDEX,
-    RAW_ROWS,
-    Codec,
-    CodeLayout,
-    Encoded,
-    EncodedLayers,
-    MaskedCodec,
-    SmallField,
-    raw_places,
-    select_small,
-)
+from hiddenstore.codecs.base import RAW_INDEX, Codec, CodeLayout, Encoded, EncodedLayers, MaskedCodec, SmallField
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.records import TopK
 from schemas import FINAL, FORMAT_VERSION, CaptureSpec, CommitRecord, FileEntry, LayerStats, SampleEntry, field_name
@@ -114,18 +103,6 @@ def groups_of(capture: CaptureSpec) -> tuple[FieldGroup, FieldGroup]:
         FieldGroup(AUX, tuple(map(field_name, capture.stored_layers)), get_layout(capture.codecs.aux)),
         FieldGroup(FINAL, finals, get_layout(capture.codecs.final)),
     )
-
-
-def small_of_rows(small: Mapping[str, np.ndarray], group: FieldGroup, rows: range) -> dict[str, np.ndarray]:
-    """What some rows of a unit have of the small arrays of its group; raw rows are counted inside ``rows``."""
-    layers = range(len(group.fields))
-    sample = select_small(group.codec.small, small, layers, rows)
-    if RAW_INDEX in small:
-        spans = [raw_places(small[RAW_INDEX], layer, rows) for layer in layers]
-        index = np.concatenate([small[RAW_INDEX][span.start : span.stop] for span in spans])
-        sample[RAW_INDEX] = index - np.array([0, rows.start], dtype=index.dtype)
-        sample[RAW_ROWS] = np.concatenate([small[RAW_ROWS][span.start : span.stop] for span in spans])
-    return sample
 
 
 def unit_tokens(capture: CaptureSpec) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 from hiddenstore.codecs.base import Encoded, fresh
 from hiddenstore.codecs.topk import unpack_rows
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError, HiddenstoreError, Kind, NotFoundError
+from hiddenstore.files.layout import TARGET_DIR
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.records import Record, Sample, mask_fault, spans_fault, tokens_fault
 from hiddenstore.segments import CONTAINERS
@@ -44,11 +45,9 @@ from hiddenstore.segments.many import (
 from hiddenstore.segments.rows import ends_of
 from schemas import FINAL, CaptureSpec, CommitRecord, FileEntry, SampleEntry
 
-DEFAULT_CONTAINER = "zarr"
-
 
 def write_encoded(
-    fs: Filesystem, path: str, unit: EncodedUnit, capture: CaptureSpec, container: str = DEFAULT_CONTAINER
+    fs: Filesystem, path: str, unit: EncodedUnit, capture: CaptureSpec, container: str = "zarr"
 ) -> tuple[FileEntry, ...]:
     """Write a unit under the new folder ``path``; files and folders are durable when it returns.
 
@@ -74,7 +73,7 @@ class SegmentReader:
         path: str,
         record: CommitRecord,
         capture: CaptureSpec,
-        container: str = DEFAULT_CONTAINER,
+        container: str = "zarr",
     ) -> None:
         self.fs, self.path, self.record, self.capture = fs, path, record, capture
         self._aux, self._final = groups_of(capture)
@@ -230,7 +229,8 @@ class SegmentReader:
             raise self._with_samples(missing, entry) from error
 
     def _with_samples(self, error: CorruptionError, entry: SampleEntry) -> CorruptionError:
-        if error.samples:
+        # A damaged file of the target costs no sample: with another copy of it all are read.
+        if error.samples or error.path.startswith(f"{TARGET_DIR}/"):
             return error
         samples: tuple[str, ...] = (entry.id,)
         what = f"sample {entry.id}"

@@ -22,7 +22,16 @@ from awscrt.checksums import crc32c
 from torch import Tensor
 
 from hiddenstore.codecs import blosc_chunks
-from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, Encoded, SmallField, fresh, raw_places, select_small
+from hiddenstore.codecs.base import (
+    RAW_INDEX,
+    RAW_ROWS,
+    Encoded,
+    SmallField,
+    fresh,
+    raw_places,
+    select_small,
+    small_of_rows,
+)
 from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError, Kind
 from hiddenstore.files.documents import canonical
 from hiddenstore.fs.seam import Filesystem
@@ -37,7 +46,6 @@ from hiddenstore.segments.base import (
     Overhead,
     groups_of,
     small_fault,
-    small_of_rows,
     unit_attributes,
 )
 from hiddenstore.segments.files import CHUNK_CORRUPT, HashedFile, SegmentFiles, write_bytes
@@ -204,7 +212,8 @@ def _sample_members(
         yield f"{FINAL_ROWS}.npy", _npy(unit.final_rows[entry.final_start : entry.final_start + entry.final_rows])
     groups = [group for group in groups_of(capture) if codes[group.name]]
     for group in groups:
-        small = small_of_rows(unit.encoded(group).small, group, group.rows_of(entry))
+        rows = group.rows_of(entry)
+        small = small_of_rows(group.codec.small, unit.encoded(group).small, len(group.fields), rows)
         for name in _of_samples(group):
             yield _small_name(group, name), _npy(small[name])
     for group in groups:

@@ -98,6 +98,20 @@ def test_an_answer_that_is_no_text_costs_its_row() -> None:
     assert reason({"prompt": "", "completion": "x"}) == "empty-content"
 
 
+@pytest.mark.parametrize("prompt", [{"prompt": []}, {"prompt": [], "completion": []}])
+@pytest.mark.parametrize("beside", [{}, {"system": "be brief"}])
+def test_a_question_that_is_an_empty_list_costs_its_row(prompt: dict[str, Any], beside: dict[str, Any]) -> None:
+    assert reason(prompt | beside) == "no-messages"
+
+
+@pytest.mark.parametrize(
+    ("instruction", "topic"), [(CHAT[:1], "1 2"), (5, "1 2"), ("Add", ["1 2"]), ("Add", {"numbers": "1 2"})]
+)
+def test_what_an_instruction_is_about_is_joined_to_a_text_alone(instruction: Any, topic: Any) -> None:
+    assert reason({"instruction": instruction, "input": topic, "output": "3"}) == "content-not-text"
+    assert messages({"instruction": CHAT[:1], "input": " ", "output": "hello"}) == CHAT
+
+
 def test_text_parts_are_joined_into_one_text() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     assert messages({"messages": [{"role": "user", "content": parts}, CHAT[1]]})[0]["content"] == "one two"
@@ -134,6 +148,8 @@ def test_an_image_is_refused_naming_the_message_and_the_part() -> None:
         ({"messages": [{"role": "user", "content": [{"type": []}]}]}, "content-not-text"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not-unicode"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": "x"}]}, "tool-calls-invalid"),
+        ({"messages": [CHAT[0], {**CHAT[1], "tool_calls": [{"function": "add"}]}]}, "tool-calls-invalid"),
+        ({"messages": [CHAT[0], {**CHAT[1], "function_call": True}]}, "tool-calls-invalid"),
         ({"messages": CHAT, "tools": "{broken"}, "tools-invalid"),
         ({"messages": CHAT, "tools": '[{"name": "\\ud800"}]'}, "not-unicode"),
         ({"messages": [CHAT[0], {**CHAT[1], "tool_calls": [{"id": "\ud800"}]}]}, "not-unicode"),

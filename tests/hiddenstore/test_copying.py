@@ -1,6 +1,7 @@
 """Merge, subset and re-encode: what a copy holds, and that it resumes."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -366,3 +367,21 @@ def test_a_copy_says_beforehand_that_the_disk_is_too_small_for_it(
     monkeypatch.setattr(LocalFilesystem, "free_bytes", lambda _fs: 0)
     again = open_copy([source], tmp_path / "copy-False", recipe, keep, container)
     assert not [note for note in again.notes if "are free at" in note]
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_of_two_sources_the_one_in_which_a_sample_passes_gives_it(tmp_path: Path, is_stopped: bool) -> None:
+    capture, samples = capture_spec(), make_samples(8)
+    for seed, split in enumerate(("train", "validation")):
+        store = create_store(tmp_path / split, capture, HEAD, "safe", target_files())
+        for number, sample in enumerate(samples):
+            records = random_records([replace(sample, split=split)], capture, seed)
+            write_unit(store, f"u-{number:06}", "0" * 64, records, (), ENGINE)
+    sources = [Store.open(tmp_path / split) for split in ("train", "validation")]
+    for _ in range(2):
+        plan = open_copy(sources, tmp_path / "copy", keep=parse_where((), "validation"))
+        run_copy(plan, (lambda _: False) if is_stopped else None)
+    run_copy(open_copy(sources, tmp_path / "copy", keep=parse_where((), "validation")))
+    found = Store.open(tmp_path / "copy")
+    assert {entry.split for _, entry in found.entries} == {"validation"}
+    assert_same_states(sources[1], found, [sample.id for sample in samples])

@@ -213,6 +213,20 @@ def test_a_whole_store_is_read_after_one_that_names_the_same_codec_and_lost_its_
     assert len(Store.open(store.path)[0].aux) == 2
 
 
+def test_a_lost_transform_is_that_of_the_store_opened_last_and_costs_no_sample(tmp_path: Path) -> None:
+    store = make_store(tmp_path, codec=RECIPE)
+    other = shutil.copytree(store.path, tmp_path / "other")
+    for folder in (Path(store.path), other):
+        (folder / "target" / f"{store.capture.codecs.aux}.safetensors").unlink()
+    forget_codecs()
+    *_, last = [Store.open(path) for path in (store.path, other, store.path)]
+    for read in (lambda: last[0], lambda: list(last)):
+        with pytest.raises(CorruptionError) as caught:
+            read()
+        assert caught.value.message.startswith(f"{store.path}/target/klt-")
+        assert (caught.value.samples, caught.value.hint) == ((), f"hiddenstore verify {store.path} --full")
+
+
 def test_gc_sweeps_the_transform_of_a_writer_that_another_was_ahead_of(tmp_path: Path) -> None:
     store, other = (make_store(tmp_path / name, codec=RECIPE, seed=seed) for name, seed in (("a", 1), ("b", 2)))
     lost = f"target/{other.capture.codecs.aux}.safetensors"

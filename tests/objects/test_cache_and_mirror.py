@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -54,6 +55,25 @@ def test_what_one_process_read_no_other_asks_for_again(place: str, proxy: FaultP
     proxy.set_plan(None)
     assert contents(Store.open(cached(place, tmp_path / "cache"))) == expected
     assert gets(proxy) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_cache_that_somebody_else_filled_is_read_by_whoever_may_not_write_to_it(
+    place: str, proxy: FaultProxy
+) -> None:
+    # Its parents are open to all, which those of ``tmp_path`` are not.
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        fs = cached(place, Path(folder))
+        assert fs.put_if_absent("segments/a", bytes(BLOCK_BYTES))
+        fs.read("segments/a")
+        proxy.set_plan(None)
+        os.seteuid(65_534)
+        try:
+            assert fs.read("segments/a") == bytes(BLOCK_BYTES)
+        finally:
+            os.seteuid(0)
+        assert gets(proxy) == 0
 
 
 def test_torn_blocks_are_fetched_again_and_damage_is_looked_at_past_the_cache(

@@ -50,6 +50,16 @@ def test_a_name_is_published_once_and_whole(place: str) -> None:
     assert fs.list("nowhere") == []
 
 
+def test_what_takes_the_place_of_a_removed_object_is_what_is_read(place: str) -> None:
+    fs = ObjectFilesystem(place)
+    for data in (b"one", b"two"):
+        assert fs.put_if_absent("index/1.parquet", data)
+        assert fs.read_range("index/1.parquet", 0, 3) == data
+        fs.remove_tree("index/1.parquet")
+        with pytest.raises(NotFoundError):
+            fs.read_range("index/1.parquet", 0, 3)
+
+
 @every_scheme
 def test_a_new_file_never_replaces_another(place: str) -> None:
     fs = ObjectFilesystem(place)

@@ -1,12 +1,13 @@
 """Reading ahead: in order, inside the byte budget, without keeping the first batch waiting."""
 
+import random
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hiddenstore.data.packed import Buffers, Members, carve, room_bytes
+from hiddenstore.data.packed import PAGE_BYTES, Buffers, Members, carve, room_bytes
 from hiddenstore.data.read import STARTED_AT_ONCE, Job, PackedSample, Prefetch, SampleSlot
 
 BYTES = 4096
@@ -64,3 +65,21 @@ def test_the_first_batch_does_not_wait_for_a_full_queue() -> None:
 def test_buffers_are_used_again_from_batch_to_batch() -> None:
     addresses = [packs[0].values.data_ptr() for _, packs in Prefetch[int](Counting(), 3 * BYTES, 2).run(jobs(40))]
     assert len(set(addresses)) <= 5
+
+
+class Uneven(Counting):
+    """Packs of as many pages as their sample has tokens."""
+
+    def members(self, slots: Sequence[SampleSlot]) -> Members:
+        return {"values": ((PAGE_BYTES * slots[0].tokens,), torch.uint8)}
+
+
+def test_the_memory_of_packs_of_any_lengths_stays_inside_the_budget() -> None:
+    generator, longest, budget = random.Random(0), 400, 1000 * PAGE_BYTES
+    tokens = [generator.choice([generator.randint(1, 20), generator.randint(200, longest)]) for _ in range(300)]
+    some = (Job(number, ((SampleSlot(str(number), count, 1),),)) for number, count in enumerate(tokens))
+    prefetch = Prefetch[int](Uneven(), budget, 2)
+    for number, packs in prefetch.run(some):
+        assert (packs[0].values == number % 251).all()
+        # A pack that begins in memory larger than itself is known once it has begun.
+        assert prefetch._buffers._total <= budget + PAGE_BYTES * longest

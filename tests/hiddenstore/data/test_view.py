@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from hiddenstore.codecs.recipes import RECIPES
-from hiddenstore.data import SampleView, TokenBatches
+from hiddenstore.data import SampleDataset, SampleView, TokenBatches
 from hiddenstore.data.packed import Buffers, PackedBatch
 from hiddenstore.data.read import DecodedFiller, EncodedFiller, SampleSlot, packed_samples
 from hiddenstore.errors import ConfigError
 from hiddenstore.records import Sample
+from hiddenstore.records import sample_id as id_of
 from hiddenstore.store import Store
-from hiddenstore.testing.builders import make_store
+from hiddenstore.testing.builders import ENGINE, HEAD, capture_spec, make_store, random_records, target_files
+from hiddenstore.writer import create_store, write_unit
 
 CUT = 14
 
@@ -114,3 +116,20 @@ def test_more_than_was_stored_teaches_only_where_the_final_rows_are(tmp_path: Pa
     assert raised.value.kind == "store-lacks-states"
     without = TokenBatches(supervised, batch_tokens=4096, final=False, view=SampleView(loss_on="all"))
     assert bool(next(iter(without)).packs[0].loss_mask.all())
+
+
+@pytest.mark.parametrize("kind", [DecodedFiller, EncodedFiller])
+def test_what_lies_past_the_cut_teaches_nothing_and_is_not_asked_for(tmp_path: Path, kind: Any) -> None:
+    ids = np.arange(10, dtype=np.int32)
+    mask = ((ids == 3) | (ids == 4)).astype(np.uint8)
+    capture = capture_spec()
+    store = create_store(tmp_path, capture, HEAD, "safe", target_files())
+    record = random_records([Sample(id_of(ids, mask), ids, mask, TURNS)], capture)
+    write_unit(store, "u-000000", "0" * 64, record, (), ENGINE)
+    store, view = Store.open(tmp_path), SampleView(max_tokens=6, loss_on="assistant")
+    filler, slot = kind(store, (1, 3), True, view), SampleSlot(store.sample_ids[0], 6, 4)
+    pack = filler.empty([slot], Buffers(1 << 20))
+    filler.fill(pack, packed_samples([slot])[0])
+    assert torch.nonzero(pack.to("cpu").loss_mask).flatten().tolist() == [3, 4]
+    assert int(SampleDataset(store, view=view)[0].sample.supervised) == 2
+    assert int(next(iter(TokenBatches(store, batch_tokens=9, view=view))).packs[0].loss_mask.sum()) == 2
