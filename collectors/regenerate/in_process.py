@@ -208,6 +208,8 @@ class _StoppedError(Exception):
 def _start_worker(options: RegenerateOptions, threads: int, messages: "Queue[Any]", stop: Event) -> None:
     global _target, _messages, _stop
     _messages, _stop = messages, stop
+    # More answers than a pipe takes would keep this process, and its parent, from their end once nobody reads them.
+    messages.cancel_join_thread()
     end_with_parent()
     torch.set_num_threads(threads)
     _target = load_target(open_answering(options, str(options.target)), options.dtype, options.device)

@@ -339,6 +339,25 @@ def test_a_worker_that_is_killed_ends_the_run_and_keeps_the_answers(options: Reg
     assert answers_kept(options) > 0
 
 
+_LEAVES_A_POOL = """
+import sys, time
+from collectors.regenerate.generate import Sampling
+from collectors.regenerate.in_process import WorkerPool
+from collectors.regenerate.options import RegenerateOptions
+
+with WorkerPool(RegenerateOptions(("unread",), "unwritten", sys.argv[1]), 1) as pool:
+    for _, _, answer in pool.answer(Sampling(0.8, 40), [([[5, 6, 7]] * 800, "a batch")], lambda _tokens: None):
+        if not answer.ended:
+            time.sleep(1)  # by now the worker holds more of them than a pipe takes
+            break
+"""
+
+
+def test_workers_end_although_nobody_takes_the_answers_that_they_hold(target: Path) -> None:
+    left = subprocess.run([sys.executable, "-c", _LEAVES_A_POOL, str(target)], timeout=90, check=False)
+    assert left.returncode == 0
+
+
 @pytest.mark.parametrize(
     ("change", "kind"),
     [({"temperature": 0.1}, "answers-differ"), ({"inputs": "chats.jsonl"}, "answers-differ")],
