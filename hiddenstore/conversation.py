@@ -243,7 +243,10 @@ def _json(text: str, reason: str, title: str = "the row") -> Any:
 def _entries(row: dict[str, Any]) -> list[Any]:
     name = next((name for name in MESSAGE_COLUMNS if row.get(name) is not None), None)
     if name is None and (pair := pair_columns(key for key, value in row.items() if value is not None)):
-        return _with_system(row, [*_history(row.get(HISTORY)), *_entries_of_pair(row, pair)])
+        turns = [*_history(row.get(HISTORY)), *_entries_of_pair(row, pair)]
+        if not turns:
+            raise _UnusableError("no-messages", f"no message in {' and '.join(pair)}")
+        return _with_system(row, turns)
     if name is None:
         names = ", ".join(sorted(str(key) for key in row)[:8]) or "nothing"
         raise _UnusableError("no-messages", f"expected messages, conversations or a prompt, found {shortened(names)}")
@@ -406,6 +409,8 @@ def _tool_calls(calls: Any, title: str) -> list[dict[str, Any]]:
         return []
     if not _is_list_of_objects(calls):
         raise _UnusableError("tool-calls-invalid", f"the tool_calls of {title} are not a list of objects")
+    if not all(isinstance(call.get("function"), dict | None) for call in calls):
+        raise _UnusableError("tool-calls-invalid", f"a function of the tool_calls of {title} is no object")
     return _written([_tool_call(call) for call in calls], "tool-calls-invalid", f"the tool_calls of {title}")
 
 
