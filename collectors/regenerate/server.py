@@ -166,8 +166,9 @@ class _ServerRun:
                 raise self._failing(f"more than max_failure_share={share:g} of {self._conversations}")
             if self._refused and not self._answers:
                 raise _all_refused(self._refused[-1][1])
-            for rewrite, error in self._failed:
-                self._take(rewrite, Reply(drop="server-failed", detail=str(error)))
+            given_up = [(rewrite, Reply(drop="server-failed", detail=str(error))) for rewrite, error in self._failed]
+            for rewrite, reply in (*self._refused, *given_up):
+                self._take(rewrite, reply)
         finally:
             self._is_over = True
             self._server.close()
