@@ -132,8 +132,8 @@ def _require_usable(reasoning: Any, calls: tuple[Any, ...], tokens: int) -> None
         raise TypeError("reasoning is no text")
     for call in calls:
         function = call.get("function", call)
-        if not isinstance(function["name"], str):
-            raise TypeError("a tool call names no function")
+        if not isinstance(function["name"], str) or not isinstance(call.get("id"), str | None):
+            raise TypeError("a tool call names no function, or itself otherwise than by text")
     if not 0 <= tokens < _MOST_TOKENS:
         raise ValueError("completion_tokens is no count")
 

@@ -369,6 +369,7 @@ BAD_ANSWERS = {
     "surrogate": b'{"choices": [{"message": {"content": "\\ud800"}}]}',
     "call": b'{"choices": [{"message": {"tool_calls": ["add"]}}]}',
     "function": b'{"choices": [{"message": {"tool_calls": [{"function": null}]}}]}',
+    "id": b'{"choices": [{"message": {"tool_calls": [{"id": 7, "function": {"name": "add"}}]}}]}',
     "calls": b'{"choices": [{"message": {"tool_calls": {"name": "add"}}}]}',
     "reasoning": b'{"choices": [{"message": {"content": "x", "reasoning": [1]}}]}',
 }
