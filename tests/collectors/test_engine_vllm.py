@@ -163,6 +163,11 @@ def test_a_stop_leaves_no_file(target: EngineTarget, double: VllmDouble, options
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
+        ({"extra": {"concurrency": "many"}}, "engine-arg"),
+        ({"extra": {"concurrency": 0}}, "engine-arg"),
+        ({"extra": {"timeout_s": None}}, "engine-arg"),
+        ({"extra": {"timeout_s": float("nan")}}, "engine-arg"),
+        ({"extra": {"api_key_env": 3}}, "api-key-missing"),
         ({"extra": {"model": "other"}}, "server-unfit"),
         ({"longest": 256}, "server-unfit"),
         ({"extra": {"concurency": 3}}, "engine-arg"),
