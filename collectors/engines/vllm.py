@@ -57,7 +57,10 @@ def open_vllm(target: EngineTarget, options: EngineOptions) -> CaptureEngine:
 # The first version whose connector hands a request's states to one function, which ours takes the place of.
 OLDEST_HERE = (0, 32)
 _POLL_S = 0.001
-FIXED_ARGUMENTS = ("model", "revision", "dtype", "trust_remote_code", "speculative_config", "kv_transfer_config")
+FIXED_ARGUMENTS = (
+    *("model", "revision", "dtype", "trust_remote_code", "tensor_parallel_size"),
+    *("speculative_config", "kv_transfer_config"),
+)
 # What vLLM's model classes raise over a config or layer they were not written for.
 START_ERRORS = (TypeError, ValueError, LookupError, AttributeError, AssertionError)
 # The last version whose extraction was measured against Hugging Face, or whose connector is the same file.
@@ -71,16 +74,19 @@ class VllmProcess:
     final_norm: NormState = "pre_norm"
 
     def __init__(self, target: EngineTarget, options: EngineOptions) -> None:
+        for name in FIXED_ARGUMENTS:
+            if name in options.extra:
+                raise ConfigError(
+                    f"--engine-arg {name} is set by collect itself",
+                    kind=Kind.ENGINE_ARG,
+                    hint="use --target, --revision, --dtype, --tensor-parallel",
+                )
         if find_spec("vllm") is None:
             raise ConfigError(
                 "vLLM is not installed here",
                 kind=Kind.NOT_INSTALLED,
                 hint="pip install vllm, in an environment of its own; or --server URL of one that runs elsewhere",
             )
-        for name in FIXED_ARGUMENTS:
-            if name in options.extra:
-                problem = f"--engine-arg {name} is set by collect itself"
-                raise ConfigError(problem, kind=Kind.ENGINE_ARG, hint="use --target, --revision, --dtype")
         self.target = target
         self._layer_ids = LayerIds.of(options.aux_layers, target.folder.num_layers)
         self._llm = self._start(options)
