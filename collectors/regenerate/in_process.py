@@ -21,7 +21,7 @@ import torch
 
 from collectors.regenerate.generate import Answer, Sampling, Task, generate_batch, prompt_batches
 from collectors.regenerate.options import RegenerateOptions, open_answering
-from collectors.regenerate.rewrite import AnswerAll, Beat, Recorded, Reply, Rewrite, Take
+from collectors.regenerate.rewrite import NOTHING_SAID, AnswerAll, Beat, Recorded, Reply, Rewrite, Take
 from collectors.targets.load import LoadedTarget, load_target
 from collectors.tokenize.batches import end_with_parent
 from hiddenstore.conversation import TEMPLATE_KWARGS
@@ -88,6 +88,9 @@ class _InProcess:
         limit = getattr(self.folder.config, "max_position_embeddings", None) or 1 << 30
         fitting = []
         for rewrite in conversations:
+            if not rewrite.done:
+                take(rewrite, NOTHING_SAID)
+                continue
             try:
                 with limited_rendering(f"conversation {rewrite.number + 1}"):
                     prompt: list[int] = self.folder.tokenizer.apply_chat_template(

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from collectors.regenerate.options import RegenerateOptions
-from collectors.regenerate.rewrite import AnswerAll, Beat, Recorded, Reply, Rewrite, Take
+from collectors.regenerate.rewrite import NOTHING_SAID, AnswerAll, Beat, Recorded, Reply, Rewrite, Take
 from hiddenstore.console.text import plural
 from hiddenstore.conversation import TEMPLATE_KWARGS, Message, for_server
 from hiddenstore.errors import CaptureError, ConfigError, HiddenstoreError, Kind, StorageError
@@ -215,6 +215,9 @@ class _ServerRun:
             with self._lock:
                 self._answers += reply.drop not in ("refused", "server-failed")
         while rewrite.advance() and not self._is_over:
+            if not rewrite.done:
+                self._take(rewrite, NOTHING_SAID)
+                return
             reply = self._server.reply(rewrite.done, rewrite.tools, self._seed(rewrite), rewrite.template_kwargs)
             with self._lock:
                 self._answers += reply.drop != "refused"

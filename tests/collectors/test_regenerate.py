@@ -156,6 +156,14 @@ def test_a_conversation_that_the_template_refuses_is_left_out_and_counted(
     assert report.examples["refused"] == "conversation 2: no system role here"
 
 
+def test_a_conversation_that_begins_with_an_answer_says_so(options: RegenerateOptions, chats: Path) -> None:
+    greeting = {"messages": [{"role": "assistant", "content": "welcome"}, {"role": "user", "content": "hi"}]}
+    chats.write_text(json.dumps(greeting) + "\n" + chats.read_text())
+    report = run(options)
+    assert report.dropped["refused"] == 1
+    assert report.examples["refused"] == "conversation 1: it begins with an answer, before which nothing was said"
+
+
 def test_answers_do_not_depend_on_the_number_of_workers(options: RegenerateOptions, tmp_path: Path) -> None:
     options = replace(options, batch_size=2)
     run(options)

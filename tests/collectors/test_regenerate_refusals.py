@@ -36,6 +36,18 @@ def test_a_request_that_is_refused_drops_its_conversation_and_is_counted(tmp_pat
     assert report.examples["refused"] == f"conversation 2: fault 400 (HTTP 400 from {double.url}/v1/chat/completions)"
 
 
+def test_conversations_that_begin_with_an_answer_cost_no_request_and_end_no_run(
+    tmp_path: Path, double: ChatDouble
+) -> None:
+    greeted = [[("assistant", f"welcome {i}"), ("user", "hi"), ("assistant", "old")] for i in range(12)]
+    double.fault = lambda asked, _tries: None if asked["messages"] else "400"
+    report = regenerate(options(tmp_path, double, [*greeted, *two_turns(1)], concurrency=1))
+    assert texts(report.out) == expected(1)
+    assert report.dropped == {"refused": 12}
+    assert report.examples["refused"].endswith("it begins with an answer, before which nothing was said")
+    assert all(asked["messages"] for asked in double.asked)
+
+
 def test_a_setting_that_every_request_fails_on_ends_the_run(tmp_path: Path, double: ChatDouble) -> None:
     double.fault = lambda _asked, _tries: "400"
     with pytest.raises(ConfigError, match="every request was refused"):
