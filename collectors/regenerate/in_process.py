@@ -21,7 +21,7 @@ import torch
 
 from collectors.regenerate.generate import Answer, Sampling, Task, generate_batch, prompt_batches
 from collectors.regenerate.options import RegenerateOptions, open_answering
-from collectors.regenerate.rewrite import NOTHING_SAID, AnswerAll, Beat, Recorded, Reply, Rewrite, Take
+from collectors.regenerate.rewrite import NO_QUESTION, AnswerAll, Beat, Recorded, Reply, Rewrite, Take
 from collectors.targets.load import LoadedTarget, load_target
 from collectors.tokenize.batches import end_with_parent
 from hiddenstore.conversation import TEMPLATE_KWARGS
@@ -89,7 +89,7 @@ class _InProcess:
         fitting = []
         for rewrite in conversations:
             if not rewrite.done:
-                take(rewrite, NOTHING_SAID)
+                take(rewrite, NO_QUESTION)
                 continue
             try:
                 with limited_rendering(f"conversation {rewrite.number + 1}"):

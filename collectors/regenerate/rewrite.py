@@ -46,7 +46,7 @@ class Reply:
         return cls(**{**members, "tool_calls": tuple(members.get("tool_calls", ()))})
 
 
-NOTHING_SAID = Reply(drop="refused", detail="it begins with an answer, before which nothing was said")
+NO_QUESTION = Reply(drop="refused", detail="it begins with an answer, before which nothing was said")
 """What becomes of an answer to nothing: no template and no server takes a conversation without a message."""
 
 

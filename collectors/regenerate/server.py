@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from collectors.regenerate.options import RegenerateOptions
-from collectors.regenerate.rewrite import NOTHING_SAID, AnswerAll, Beat, Recorded, Reply, Rewrite, Take
+from collectors.regenerate.rewrite import NO_QUESTION, AnswerAll, Beat, Recorded, Reply, Rewrite, Take
 from hiddenstore.console.text import plural
 from hiddenstore.conversation import TEMPLATE_KWARGS, Message, for_server
 from hiddenstore.errors import CaptureError, ConfigError, HiddenstoreError, Kind, StorageError
@@ -166,8 +166,8 @@ class _ServerRun:
                 raise self._failing(f"more than max_failure_share={share:g} of {self._conversations}")
             if self._refused and not self._answers:
                 raise _all_refused(self._refused[-1][1])
-            given_up = [(rewrite, Reply(drop="server-failed", detail=str(error))) for rewrite, error in self._failed]
-            for rewrite, reply in (*self._refused, *given_up):
+            failures = [(rewrite, Reply(drop="server-failed", detail=str(error))) for rewrite, error in self._failed]
+            for rewrite, reply in (*self._refused, *failures):
                 self._take(rewrite, reply)
         finally:
             self._is_over = True
@@ -216,7 +216,7 @@ class _ServerRun:
                 self._answers += reply.drop not in ("refused", "server-failed")
         while rewrite.advance() and not self._is_over:
             if not rewrite.done:
-                self._take(rewrite, NOTHING_SAID)
+                self._take(rewrite, NO_QUESTION)
                 return
             reply = self._server.reply(rewrite.done, rewrite.tools, self._seed(rewrite), rewrite.template_kwargs)
             with self._lock:

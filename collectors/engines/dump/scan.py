@@ -205,13 +205,13 @@ class Scan:
             for location in locations:
                 if self.stop():
                     raise InterruptError("stopped by a signal", kind=Kind.INTERRUPTED)
-                place = location.encode(errors="backslashreplace").decode()
+                text = location.encode(errors="backslashreplace").decode()
                 try:
-                    if place != location:
+                    if text != location:
                         raise Unusable("not-unicode", "the name of its file is no UTF-8")
                     sample = self._sample(location)
                 except Unusable as unusable:
-                    problem = Problem(place, unusable.reason, unusable.detail)
+                    problem = Problem(text, unusable.reason, unusable.detail)
                     tally.reject(problem)
                     rejects.write(problem)
                     if tally.refused > allowed:
