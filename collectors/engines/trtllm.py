@@ -31,7 +31,7 @@ from torch import Tensor
 
 from collectors.engines import Captured, CaptureRequest, Done, EngineOptions, nobody, raise_if_stopped
 from collectors.engines.assembly import Assembly
-from collectors.engines.resources import Scratch, check_version, choose_devices
+from collectors.engines.resources import START_ERRORS, Scratch, check_version, choose_devices, start_failure
 from collectors.targets.load import DTYPE_ALIASES, DTYPES, EngineTarget
 from hiddenstore.doctor import DoctorCheck, version_of
 from hiddenstore.errors import CaptureError, ConfigError, Kind
@@ -489,13 +489,9 @@ class TrtllmEngine:
             raise ConfigError(
                 f"TensorRT-LLM {package_version(self._package)} refuses its arguments: {error}", kind=Kind.ENGINE_ARG
             ) from error
-        except (RuntimeError, OSError, LookupError, AttributeError, AssertionError) as error:  # what its workers raise
-            raise ConfigError(
-                f"TensorRT-LLM {package_version(self._package)} does not start for target {self.target.folder.label}: "
-                f"{type(error).__name__}: {first_line(error)}",
-                kind=Kind.ENGINE_START,
-                hint="its log above says more; its settings are --engine-arg KEY=VALUE; --engine hf needs neither",
-            ) from error
+        except START_ERRORS as error:
+            name = f"TensorRT-LLM {package_version(self._package)}"
+            raise start_failure(name, self.target.folder.label, error) from error
 
     def _send(self, index: int, request: CaptureRequest) -> Any:
         try:

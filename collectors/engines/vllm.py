@@ -26,7 +26,7 @@ from collectors.engines import (
     nobody,
     raise_if_stopped,
 )
-from collectors.engines.resources import check_version, choose_devices, major_minor
+from collectors.engines.resources import START_ERRORS, check_version, choose_devices, major_minor, start_failure
 from collectors.engines.unit_memory import PLACE, UnitMemory
 from collectors.engines.vllm_server import CONNECTOR_MODULE, LATE_S, LayerIds, VllmServer, speculative_config
 from collectors.targets.load import EngineTarget
@@ -61,8 +61,6 @@ FIXED_ARGUMENTS = (
     *("model", "revision", "dtype", "trust_remote_code", "tensor_parallel_size"),
     *("speculative_config", "kv_transfer_config"),
 )
-# What vLLM's model classes raise over a config or layer they were not written for.
-START_ERRORS = (TypeError, ValueError, LookupError, AttributeError, AssertionError)
 # The last version whose extraction was measured against Hugging Face, or whose connector is the same file.
 NEWEST = (0, 33)
 CONNECTOR_FILE = "distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py"
@@ -128,13 +126,8 @@ class VllmProcess:
                 kv_transfer_config=memory_transfer_config(),
                 **settings,
             )
-        except (*START_ERRORS, RuntimeError, OSError) as error:
-            raise ConfigError(
-                f"vLLM {vllm.__version__} does not start for target {folder.label}: {type(error).__name__}: "
-                f"{first_line(error)}",
-                kind=Kind.ENGINE_START,
-                hint="its log above says more; its settings are --engine-arg KEY=VALUE; --engine hf needs neither",
-            ) from error
+        except START_ERRORS as error:
+            raise start_failure(f"vLLM {vllm.__version__}", folder.label, error) from error
 
     def describe(self) -> Engine:
         import vllm

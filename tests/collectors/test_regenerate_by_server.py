@@ -13,7 +13,18 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from chat_double import FAULTS, Asked, ChatDouble, chat_double, expected, options, plain_answer, two_turns, write
+from chat_double import (
+    FAULTS,
+    Asked,
+    ChatDouble,
+    chat_double,
+    expected,
+    options,
+    plain_answer,
+    texts,
+    two_turns,
+    write,
+)
 
 from collectors.conversations.mix import open_sources
 from collectors.regenerate.answers import AnswersFolder
@@ -42,11 +53,6 @@ def double() -> Iterator[ChatDouble]:
 
 def run(chosen: RegenerateOptions) -> RegenerateReport:
     return regenerate(chosen)
-
-
-def texts(path: str | Path) -> list[list[str]]:
-    rows = [json.loads(line)["messages"] for line in Path(path).read_text().splitlines()]
-    return [[message["content"] for message in row] for row in rows]
 
 
 def rows(path: str | Path) -> list[dict[str, Any]]:

@@ -1,11 +1,10 @@
 """Requests that a server refuses: each costs its own row, whenever it came, and all of them the run."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chat_double import ChatDouble, chat_double, expected, options, two_turns
+from chat_double import ChatDouble, chat_double, expected, options, texts, two_turns
 
 from collectors.regenerate.job import regenerate
 from hiddenstore.errors import ConfigError, StorageError
@@ -21,11 +20,6 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def double() -> Iterator[ChatDouble]:
     with chat_double() as server:
         yield server
-
-
-def texts(path: str | Path) -> list[list[str]]:
-    rows = [json.loads(line)["messages"] for line in Path(path).read_text().splitlines()]
-    return [[message["content"] for message in row] for row in rows]
 
 
 def test_a_request_that_is_refused_drops_its_conversation_and_is_counted(tmp_path: Path, double: ChatDouble) -> None:
