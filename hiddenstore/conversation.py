@@ -245,7 +245,7 @@ def _entries(row: dict[str, Any]) -> list[Any]:
     if name is None and (pair := pair_columns(key for key, value in row.items() if value is not None)):
         turns = [*_history(row.get(HISTORY)), *_entries_of_pair(row, pair)]
         if not turns:
-            raise _UnusableError("no-messages", f"no message in {' and '.join(pair)}")
+            raise _UnusableError("no-messages", f"{pair[0]} is an empty list")
         return _with_system(row, turns)
     if name is None:
         names = ", ".join(sorted(str(key) for key in row)[:8]) or "nothing"
@@ -409,8 +409,6 @@ def _tool_calls(calls: Any, title: str) -> list[dict[str, Any]]:
         return []
     if not _is_list_of_objects(calls):
         raise _UnusableError("tool-calls-invalid", f"the tool_calls of {title} are not a list of objects")
-    if not all(isinstance(call.get("function"), dict | None) for call in calls):
-        raise _UnusableError("tool-calls-invalid", f"a function of the tool_calls of {title} is no object")
     return _written([_tool_call(call) for call in calls], "tool-calls-invalid", f"the tool_calls of {title}")
 
 
@@ -425,8 +423,10 @@ def _function_call(call: Any, title: str) -> list[dict[str, Any]]:
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     stripped: dict[str, Any] = _without_none(call)
-    function = stripped.get("function")
-    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+    function = stripped.get("function", {})
+    if not isinstance(function, dict):
+        raise _UnusableError("tool-calls-invalid", f"the function of a call is {_kind(function)}, expected an object")
+    if isinstance(function.get("arguments"), str):
         # Behind the stripping: a null in JSON text was written there, and by the target where it answered.
         with suppress(ValueError, RecursionError):
             stripped = {**stripped, "function": {**function, "arguments": json.loads(function["arguments"])}}

@@ -122,8 +122,6 @@ def test_an_image_is_refused_naming_the_message_and_the_part() -> None:
         ([1], "not-an-object"),
         ({"text": "hello"}, "no-messages"),
         ({"messages": []}, "no-messages"),
-        ({"prompt": [], "completion": []}, "no-messages"),
-        ({"prompt": [], "system": "be brief"}, "no-messages"),
         ({"messages": {"role": "user"}}, "messages-not-a-list"),
         ({"messages": "not json"}, "messages-not-a-list"),
         ({"messages": ["hi"]}, "message-not-an-object"),
@@ -137,9 +135,6 @@ def test_an_image_is_refused_naming_the_message_and_the_part() -> None:
         ({"messages": [{"role": "user", "content": [{"type": []}]}]}, "content-not-text"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not-unicode"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": "x"}]}, "tool-calls-invalid"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": "now"}]}]}, "tool-calls-invalid"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": ""}]}]}, "tool-calls-invalid"),
-        ({"messages": [{"role": "assistant", "function_call": ["now"]}]}, "tool-calls-invalid"),
         ({"messages": CHAT, "tools": "{broken"}, "tools-invalid"),
         ({"messages": CHAT, "tools": '[{"name": "\\ud800"}]'}, "not-unicode"),
         ({"messages": [CHAT[0], {**CHAT[1], "tool_calls": [{"id": "\ud800"}]}]}, "not-unicode"),
@@ -167,6 +162,18 @@ def test_tool_calls_carry_their_arguments_as_objects() -> None:
     found = messages(row)[1]
     assert found["content"] == ""
     assert found["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    "calls", [{"tool_calls": [{"function": "now"}]}, {"tool_calls": [{"function": ""}]}, {"function_call": ["now"]}]
+)
+def test_a_call_whose_function_is_no_object_costs_its_row(calls: dict[str, Any]) -> None:
+    assert reason({"messages": [CHAT[0], {"role": "assistant"} | calls]}) == "tool-calls-invalid"
+
+
+@pytest.mark.parametrize("beside", [{"completion": []}, {"system": "be brief"}])
+def test_a_question_without_a_message_costs_its_row(beside: dict[str, Any]) -> None:
+    assert reason({"prompt": []} | beside) == "no-messages"
 
 
 @settings(max_examples=150, deadline=None)
