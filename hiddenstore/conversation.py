@@ -429,8 +429,10 @@ def _function_call(call: Any, title: str) -> list[dict[str, Any]]:
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     stripped: dict[str, Any] = _without_none(call)
-    function = stripped.get("function")
-    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+    function = stripped.get("function", {})
+    if not isinstance(function, dict):
+        raise _UnusableError("tool-calls-invalid", f"the function of a call is {_kind(function)}, expected an object")
+    if isinstance(function.get("arguments"), str):
         # Behind the stripping: a null in JSON text was written there, and by the target where it answered.
         with suppress(ValueError, RecursionError):
             stripped = {**stripped, "function": {**function, "arguments": json.loads(function["arguments"])}}

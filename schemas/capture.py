@@ -218,13 +218,14 @@ def rebuilt_states(aux_layers: Sequence[int], final: FinalMode) -> dict[str, Kep
 
 def not_rebuildable(aux_layers: Sequence[int], num_layers: int) -> str | None:
     """Why the recipe ``rebuilt`` does not go with these layers; None where it does."""
-    after = num_layers - 1 - aux_layers[-1] if aux_layers else num_layers
+    if not aux_layers:
+        return "the final hidden comes back from the top aux layer, and there is no aux layer"
+    after = num_layers - 1 - aux_layers[-1]
     if after <= MOST_BLOCKS:
         return None
-    top = f"the top aux layer is {aux_layers[-1]}" if aux_layers else "there is no aux layer"
     return (
-        f"the final hidden comes back from the top aux layer through at most {MOST_BLOCKS} blocks, and {top} of "
-        f"{num_layers}: {after} blocks lie behind it"
+        f"the final hidden comes back from the top aux layer through at most {MOST_BLOCKS} blocks, and the top aux "
+        f"layer is {aux_layers[-1]} of {num_layers}: {after} blocks lie behind it"
     )
 
 

@@ -328,7 +328,7 @@ def _read(row: Row, shape: Shape) -> Any:
         return value
     try:
         shaped = shape.read(value)
-    except (LookupError, TypeError, ValueError, AttributeError, StopIteration) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, StopIteration, RecursionError) as error:
         detail = f"a row of this dataset holds {', '.join(shape.columns)}: {type(error).__name__} {error}"
         return Problem(row.location, "dataset-row", detail)
     if leaves_question_out(shaped["messages"]):

@@ -96,7 +96,8 @@ def _labels(paths: list[Path], folders: dict[Path, Path]) -> dict[Path, str]:
     depth = {path: 1 + len(path.relative_to(folders[path]).parts) if path in folders else 1 for path in paths}
     while True:
         labels = {path: _text("/".join(full.parts[-depth[path] :]).lstrip("/")) for path, full in absolute.items()}
-        shared = Counter(label for label, _ in {(label, absolute[path]) for path, label in labels.items()})
+        # As text, for a name may be what the bytes of another are escaped as: nothing tells those apart.
+        shared = Counter(label for label, _ in {(label, _text(str(absolute[path]))) for path, label in labels.items()})
         clashes = [path for path, label in labels.items() if shared[label] > 1]
         if not clashes:
             return labels

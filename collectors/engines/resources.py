@@ -19,8 +19,11 @@ import torch
 from collectors.engines import ENGINES, EngineOptions, load_attribute
 from hiddenstore.doctor import DoctorCheck, install_command, version_of
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.targets.folder import first_line
 
 Numbers = tuple[int, int]
+START_ERRORS = (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError, OSError)
+"""What an engine raises over a machine it is not for, a config or a layer that its model classes do not know."""
 
 
 def major_minor(version: str | None) -> Numbers:
@@ -37,6 +40,15 @@ def check_version(
         return DoctorCheck(name, "ok", detail)
     span = " to ".join(f"{major}.{minor}" for major, minor in (oldest, newest))
     return DoctorCheck(name, "warning", f"{detail}; that was {source} {span}", "collect with --check hf")
+
+
+def start_failure(engine: str, target: str, error: Exception) -> ConfigError:
+    """``engine-start``, for what an engine raised in place of starting for a target."""
+    return ConfigError(
+        f"{engine} does not start for target {target}: {type(error).__name__}: {first_line(error)}",
+        kind=Kind.ENGINE_START,
+        hint="its log above says more; its settings are --engine-arg KEY=VALUE; --engine hf needs neither",
+    )
 
 
 def optional_package(distribution: str, extra: str, purpose: str) -> DoctorCheck:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from collectors.engines import Captured, CaptureRequest, Done, EngineOptions, nobody, raise_if_stopped
 from collectors.engines.assembly import Assembly
-from collectors.engines.resources import Scratch, check_version, choose_devices
+from collectors.engines.resources import START_ERRORS, Scratch, check_version, choose_devices, start_failure
 from collectors.targets.load import DTYPE_ALIASES, DTYPES, EngineTarget
 from hiddenstore.doctor import DoctorCheck, version_of
 from hiddenstore.errors import CaptureError, ConfigError, Kind
@@ -430,7 +430,7 @@ class TrtllmEngine:
         except BaseException:
             self._scratch.close()
             raise
-        self._max_tokens = int(self._arguments["max_num_tokens"])
+        self._max_tokens: int = self._arguments["max_num_tokens"]
         self._saved = SavedFolder(self._scratch.path, len(saved), target.head.hidden_size)
         self._saved.clear()
         self._sampling = self._package.SamplingParams(max_tokens=1, temperature=0.0)
@@ -489,6 +489,9 @@ class TrtllmEngine:
             raise ConfigError(
                 f"TensorRT-LLM {package_version(self._package)} refuses its arguments: {error}", kind=Kind.ENGINE_ARG
             ) from error
+        except START_ERRORS as error:
+            name = f"TensorRT-LLM {package_version(self._package)}"
+            raise start_failure(name, self.target.folder.label, error) from error
 
     def _send(self, index: int, request: CaptureRequest) -> Any:
         try:
@@ -545,7 +548,7 @@ class TrtllmEngine:
 
 def llm_arguments(target: EngineTarget, options: EngineOptions) -> dict[str, Any]:
     """What ``LLM(...)`` is given besides what is fixed; ``a.b=value`` in ``extra`` is member ``b`` of argument ``a``.
-    Raises ConfigError: ``engine-arg``: one that capturing depends on."""
+    Raises ConfigError: ``engine-arg``: one that capturing depends on, or room for tokens that is no number."""
     arguments: dict[str, Any] = {
         "model": target.folder.name,
         "revision": target.folder.revision,
@@ -567,6 +570,9 @@ def llm_arguments(target: EngineTarget, options: EngineOptions) -> dict[str, Any
         if isinstance(before, dict) and isinstance(argument, Mapping):
             argument = {**before, **argument}
         arguments[outer] = argument
+    if not isinstance(room := arguments["max_num_tokens"], int):
+        problem = f"max_num_tokens is a number, which samples are held against, found {room!r}"
+        raise ConfigError(problem, kind=Kind.ENGINE_ARG, hint=f"--engine-arg max_num_tokens={DEFAULT_MAX_TOKENS}")
     return arguments
 
 

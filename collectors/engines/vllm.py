@@ -26,7 +26,7 @@ from collectors.engines import (
     nobody,
     raise_if_stopped,
 )
-from collectors.engines.resources import check_version, choose_devices, major_minor
+from collectors.engines.resources import START_ERRORS, check_version, choose_devices, major_minor, start_failure
 from collectors.engines.unit_memory import PLACE, UnitMemory
 from collectors.engines.vllm_server import CONNECTOR_MODULE, LATE_S, LayerIds, VllmServer, speculative_config
 from collectors.targets.load import EngineTarget
@@ -57,9 +57,10 @@ def open_vllm(target: EngineTarget, options: EngineOptions) -> CaptureEngine:
 # The first version whose connector hands a request's states to one function, which ours takes the place of.
 OLDEST_HERE = (0, 32)
 _POLL_S = 0.001
-FIXED_ARGUMENTS = ("model", "revision", "dtype", "trust_remote_code", "speculative_config", "kv_transfer_config")
-# What vLLM's model classes raise over a config or layer they were not written for.
-START_ERRORS = (TypeError, ValueError, LookupError, AttributeError, AssertionError)
+FIXED_ARGUMENTS = (
+    *("model", "revision", "dtype", "trust_remote_code", "tensor_parallel_size"),
+    *("speculative_config", "kv_transfer_config"),
+)
 # The last version whose extraction was measured against Hugging Face, or whose connector is the same file.
 NEWEST = (0, 33)
 CONNECTOR_FILE = "distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py"
@@ -71,16 +72,19 @@ class VllmProcess:
     final_norm: NormState = "pre_norm"
 
     def __init__(self, target: EngineTarget, options: EngineOptions) -> None:
+        for name in FIXED_ARGUMENTS:
+            if name in options.extra:
+                raise ConfigError(
+                    f"--engine-arg {name} is set by collect itself",
+                    kind=Kind.ENGINE_ARG,
+                    hint="use --target, --revision, --dtype, --tensor-parallel",
+                )
         if find_spec("vllm") is None:
             raise ConfigError(
                 "vLLM is not installed here",
                 kind=Kind.NOT_INSTALLED,
                 hint="pip install vllm, in an environment of its own; or --server URL of one that runs elsewhere",
             )
-        for name in FIXED_ARGUMENTS:
-            if name in options.extra:
-                problem = f"--engine-arg {name} is set by collect itself"
-                raise ConfigError(problem, kind=Kind.ENGINE_ARG, hint="use --target, --revision, --dtype")
         self.target = target
         self._layer_ids = LayerIds.of(options.aux_layers, target.folder.num_layers)
         self._llm = self._start(options)
@@ -122,13 +126,8 @@ class VllmProcess:
                 kv_transfer_config=memory_transfer_config(),
                 **settings,
             )
-        except (*START_ERRORS, RuntimeError, OSError) as error:
-            raise ConfigError(
-                f"vLLM {vllm.__version__} does not start for target {folder.label}: {type(error).__name__}: "
-                f"{first_line(error)}",
-                kind=Kind.ENGINE_START,
-                hint="its log above says more; its settings are --engine-arg KEY=VALUE; --engine hf needs neither",
-            ) from error
+        except START_ERRORS as error:
+            raise start_failure(f"vLLM {vllm.__version__}", folder.label, error) from error
 
     def describe(self) -> Engine:
         import vllm

@@ -11,7 +11,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ from schemas.layers import to_convention
 from schemas.manifest import Engine
 
 _STATES, _TOKENS = "hidden_states", "token_ids"
-SETTINGS = {"model": None, "concurrency": 32, "timeout_s": 600, "api_key_env": None}
+SETTINGS: Mapping[str, Any] = {"model": None, "concurrency": 32, "timeout_s": 600, "api_key_env": None}
 _SERVER_POLL_S = 0.2
 _PROBE_LINES = 8192
 _PROBE = "The quick brown fox jumps over the lazy dog. 0123456789"
@@ -164,15 +164,15 @@ class VllmServer:
     final_norm: NormState = "pre_norm"
 
     def __init__(self, target: EngineTarget, options: EngineOptions) -> None:
-        settings = read_settings("vllm with --server", options.extra, SETTINGS)
+        settings = _settings(options.extra)
         self.target = target
         self._layer_ids = LayerIds.of(options.aux_layers, target.folder.num_layers)
         self._scratch = options.scratch
-        self._concurrency = int(settings["concurrency"])
+        self._concurrency = settings["concurrency"]
         self._command = server_command(target, self._layer_ids)
         access = ServerAccess(
             url=str(options.server),
-            timeout_s=float(settings["timeout_s"]),
+            timeout_s=settings["timeout_s"],
             api_key_env=settings["api_key_env"],
             key_option="--engine-arg api_key_env=NAME",
             hint=self._command,
@@ -289,6 +289,21 @@ class VllmServer:
     def close(self) -> None:
         """The server goes on."""
         self._client.close()
+
+
+def _settings(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """``SETTINGS`` as given, each of its kind; ConfigError ``engine-arg``."""
+    settings = read_settings("vllm with --server", extra, SETTINGS)
+    kinds: dict[str, Callable[[Any], Any]] = {"concurrency": int, "timeout_s": float}
+    for name, value in settings.items():
+        try:
+            settings[name] = None if value is None and SETTINGS[name] is None else kinds.get(name, str)(value)
+        except (TypeError, ValueError, OverflowError):
+            settings[name] = 0
+        if name in kinds and not settings[name] > 0:
+            problem = f"{name} of engine vllm with --server is a number above 0, found {value!r}"
+            raise ConfigError(problem, kind=Kind.ENGINE_ARG, hint=f"--engine-arg {name}={SETTINGS[name]}")
+    return settings
 
 
 def _read_completion(document: Any) -> tuple[str | None, list[int] | None, int | None]:

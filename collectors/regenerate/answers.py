@@ -39,10 +39,23 @@ def claim_settings(
     ConflictError: ``answers-differ``: ``problem``, and each that differs; StorageError: the disk refused."""
     if fs.put_if_absent(name, canonical(settings)):
         return
-    recorded = json.loads(fs.read(name))
+    recorded = _settings_in(fs.read(name), fs.local_path(name))
     require_same(settings, recorded, problem, hint, may_grow)
     if canonical(settings) != canonical(recorded):
         replace_file(fs.local_path(name), canonical(settings))
+
+
+def _settings_in(data: bytes, path: Path) -> dict[str, Any]:
+    with suppress(ValueError):
+        if isinstance(settings := foreign_json(data), dict):
+            return settings
+    hint = f"rm {path} where nothing has changed since; else the answers beside it too"
+    raise damaged(path, "it holds no settings", hint)
+
+
+def damaged(path: Path, fault: str, hint: str) -> CorruptionError:
+    """``file-corrupt``: a file that a run goes on from is not what one wrote."""
+    return CorruptionError(f"{path} is damaged: {fault}", kind=Kind.FILE_CORRUPT, path=str(path), hint=hint)
 
 
 def require_same(
@@ -79,7 +92,7 @@ class AnswersFolder:
         """Find that the answers were made under these settings, save a ``model`` that they leave out. Raises
         ConflictError: ``answers-differ`` names what differs; StorageError: the disk refused."""
         with storage_errors(self.path / SETTINGS):
-            recorded = json.loads((self.path / SETTINGS).read_bytes())
+            recorded = _settings_in((self.path / SETTINGS).read_bytes(), self.path / SETTINGS)
         if "model" not in settings:
             recorded.pop("model", None)
         hint = "the settings of the run that answers, and --take FILE"
@@ -260,12 +273,8 @@ class AnswerLog:
                 lines.append(_Line(offset, _cut_at(record)))
             self._end = None
         except (ValueError, KeyError, TypeError) as error:
-            raise CorruptionError(
-                f"{self.path} is damaged at byte {offset}",
-                kind=Kind.FILE_CORRUPT,
-                path=str(self.path),
-                hint=f"rm {self.path} has these answers written again",
-            ) from error
+            hint = f"rm {self.path} has these answers written again"
+            raise damaged(self.path, f"at byte {offset} is no answer", hint) from error
 
 
 def _cut_at(record: Mapping[str, Any]) -> int | None:

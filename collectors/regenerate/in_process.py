@@ -21,7 +21,7 @@ import torch
 
 from collectors.regenerate.generate import Answer, Sampling, Task, generate_batch, prompt_batches
 from collectors.regenerate.options import RegenerateOptions, open_answering
-from collectors.regenerate.rewrite import AnswerAll, Beat, Recorded, Reply, Rewrite, Take
+from collectors.regenerate.rewrite import NO_QUESTION, AnswerAll, Beat, Recorded, Reply, Rewrite, Take
 from collectors.targets.load import LoadedTarget, load_target
 from collectors.tokenize.batches import end_with_parent
 from hiddenstore.conversation import TEMPLATE_KWARGS
@@ -88,6 +88,9 @@ class _InProcess:
         limit = getattr(self.folder.config, "max_position_embeddings", None) or 1 << 30
         fitting = []
         for rewrite in conversations:
+            if not rewrite.done:
+                take(rewrite, NO_QUESTION)
+                continue
             try:
                 with limited_rendering(f"conversation {rewrite.number + 1}"):
                     prompt: list[int] = self.folder.tokenizer.apply_chat_template(
@@ -208,6 +211,8 @@ class _StoppedError(Exception):
 def _start_worker(options: RegenerateOptions, threads: int, messages: "Queue[Any]", stop: Event) -> None:
     global _target, _messages, _stop
     _messages, _stop = messages, stop
+    # More answers than a pipe takes would keep this process, and its parent, from their end once nobody reads them.
+    messages.cancel_join_thread()
     end_with_parent()
     torch.set_num_threads(threads)
     _target = load_target(open_answering(options, str(options.target)), options.dtype, options.device)

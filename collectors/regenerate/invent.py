@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from collectors.regenerate.answers import claim_settings
+from collectors.regenerate.answers import claim_settings, damaged
 from collectors.regenerate.generate import Sampling, generate_batch
 from collectors.regenerate.job import refuse_existing
 from collectors.regenerate.options import RegenerateOptions, open_answering, require_possible
 from collectors.targets.load import LoadedTarget, load_target
 from hiddenstore.console.progress import Progress
 from hiddenstore.errors import CaptureError, ConfigError, InterruptError, Kind
+from hiddenstore.files.documents import foreign_json
 from hiddenstore.fs import require_local
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import make_folder, replace_file
@@ -101,7 +102,17 @@ def _claim(path: Path, options: RegenerateOptions, folder: TargetFolder) -> None
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     # Lines of bytes: those of text would end at U+2028 too, which a question may hold.
-    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    rows: list[dict[str, Any]] = []
+    try:
+        for line in lines:
+            row = foreign_json(line)
+            _ = int(row["batch"]), str.casefold(row["messages"][-1]["content"])
+            rows.append(row)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        hint = f"rm {path} has them asked again"
+        raise damaged(path, f"line {len(rows) + 1} is no question", hint) from error
+    return rows
 
 
 def _system(options: RegenerateOptions) -> list[dict[str, str]]:

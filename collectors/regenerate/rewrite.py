@@ -46,6 +46,10 @@ class Reply:
         return cls(**{**members, "tool_calls": tuple(members.get("tool_calls", ()))})
 
 
+NO_QUESTION = Reply(drop="refused", detail="it begins with an answer, before which nothing was said")
+"""What becomes of an answer to nothing: no template and no server takes a conversation without a message."""
+
+
 @dataclass
 class Rewrite:
     """Conversation ``number``; ``is_short``: the target called other tools than the recorded results answer;

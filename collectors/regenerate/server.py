@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from collectors.regenerate.options import RegenerateOptions
-from collectors.regenerate.rewrite import AnswerAll, Beat, Recorded, Reply, Rewrite, Take
+from collectors.regenerate.rewrite import NO_QUESTION, AnswerAll, Beat, Recorded, Reply, Rewrite, Take
 from hiddenstore.console.text import plural
 from hiddenstore.conversation import TEMPLATE_KWARGS, Message, for_server
 from hiddenstore.errors import CaptureError, ConfigError, HiddenstoreError, Kind, StorageError
@@ -132,8 +132,8 @@ def _require_usable(reasoning: Any, calls: tuple[Any, ...], tokens: int) -> None
         raise TypeError("reasoning is no text")
     for call in calls:
         function = call.get("function", call)
-        if not isinstance(function["name"], str):
-            raise TypeError("a tool call names no function")
+        if not isinstance(function["name"], str) or not isinstance(call.get("id"), str | None):
+            raise TypeError("a tool call names no function, or itself otherwise than by text")
     if not 0 <= tokens < _MOST_TOKENS:
         raise ValueError("completion_tokens is no count")
 
@@ -166,8 +166,9 @@ class _ServerRun:
                 raise self._failing(f"more than max_failure_share={share:g} of {self._conversations}")
             if self._refused and not self._answers:
                 raise _all_refused(self._refused[-1][1])
-            for rewrite, error in self._failed:
-                self._take(rewrite, Reply(drop="server-failed", detail=str(error)))
+            failures = [(rewrite, Reply(drop="server-failed", detail=str(error))) for rewrite, error in self._failed]
+            for rewrite, reply in (*self._refused, *failures):
+                self._take(rewrite, reply)
         finally:
             self._is_over = True
             self._server.close()
@@ -214,6 +215,9 @@ class _ServerRun:
             with self._lock:
                 self._answers += reply.drop not in ("refused", "server-failed")
         while rewrite.advance() and not self._is_over:
+            if not rewrite.done:
+                self._take(rewrite, NO_QUESTION)
+                return
             reply = self._server.reply(rewrite.done, rewrite.tools, self._seed(rewrite), rewrite.template_kwargs)
             with self._lock:
                 self._answers += reply.drop != "refused"

@@ -75,13 +75,15 @@ class SampleRules:
 class SampleBatch:
     """What one batch of rows became.
 
-    samples has the columns of ``PREPARED`` and n rows, facts ``FACTS`` [n]; images holds rows of ``IMAGES`` for every
-    sample; ``size`` is the bytes of the rows in their source, ``highest_id`` the largest token id, -1 when n = 0.
+    samples has the columns of ``PREPARED`` and n rows, facts ``FACTS`` [n], places int64 [n] the row of the batch that
+    each was; images holds rows of ``IMAGES`` for every sample; ``size`` is the bytes of the rows in their source,
+    ``highest_id`` the largest token id, -1 when n = 0.
     """
 
     samples: pa.RecordBatch
     images: list[list[dict[str, Any]]]
     facts: np.ndarray
+    places: np.ndarray
     problems: list[Problem]
     rows: int
     size: int
@@ -132,6 +134,7 @@ def make_batch(rules: SampleRules, rows: Sequence[Row]) -> SampleBatch:
             for name, sample in zip(ids, samples, strict=True)
         ],
         facts=np.array(facts, dtype=FACTS),
+        places=np.flatnonzero([not isinstance(item, Problem) for item in results]),
         problems=[item for item in results if isinstance(item, Problem)],
         rows=len(rows),
         size=sum(row.size for row in rows),

@@ -78,27 +78,27 @@ class PrepareOptions:
 
 @dataclass
 class BatchTally(Tally):
-    """Counts over batches; ``read``: rows by source."""
+    """Counts over batches; ``read``: rows of every source that was begun, in order."""
 
-    read: Counter[str] = field(default_factory=Counter)
-    source_samples: Counter[str] = field(default_factory=Counter)
-    source_tokens: Counter[str] = field(default_factory=Counter)
+    read: list[int] = field(default_factory=list)
+    source_samples: Counter[int] = field(default_factory=Counter)
+    source_tokens: Counter[int] = field(default_factory=Counter)
 
     def add(self, batch: SampleBatch) -> np.ndarray:
         """Count a batch; bool [n]: its samples that are new, the others are duplicates."""
+        # Labels do not tell: two slices of a file have one, and the files of a dataset have others than it.
+        sources = np.searchsorted(np.cumsum(self.read), self.rows + batch.places, side="right").tolist()
         self.rows += batch.rows
         for problem in batch.problems:
             self.reject(problem)
         is_new = np.zeros(batch.samples.num_rows, dtype=bool)
         names = batch.samples.column("sample_id").to_pylist()
-        locations = batch.samples.column("source").to_pylist()
         tokens = batch.facts["tokens"].tolist()
-        for row, (name, location, length) in enumerate(zip(names, locations, tokens, strict=True)):
+        for row, (name, source, length) in enumerate(zip(names, sources, tokens, strict=True)):
             sample_id = bytes.fromhex(name)
             if sample_id not in self.ids:
                 self.ids.add(sample_id)
                 is_new[row] = True
-                source = location.rpartition(":")[0]
                 self.source_samples[source] += 1
                 self.source_tokens[source] += length
         facts = batch.facts[is_new]
@@ -113,14 +113,14 @@ class BatchTally(Tally):
         return tuple(
             SourceCount(
                 source=mixed.source.label,
-                rows=self.read[mixed.source.label],
-                samples=self.source_samples[mixed.source.label],
-                tokens=self.source_tokens[mixed.source.label],
+                rows=self.read[number],
+                samples=self.source_samples[number],
+                tokens=self.source_tokens[number],
                 available=mixed.available,
                 cap=mixed.entry.cap,
                 weight=mixed.entry.weight,
             )
-            for mixed in sources
+            for number, mixed in enumerate(sources)
         )
 
 
@@ -238,13 +238,13 @@ def _max_tokens(folder: TargetFolder, limit: int | None) -> int | None:
     return limit or context
 
 
-def _rows(sources: list[Source], read: Counter[str]) -> Iterator[Row]:
+def _rows(sources: list[Source], read: list[int]) -> Iterator[Row]:
     for source in sources:
-        before = read[source.label]
+        read.append(0)
         for row in source.rows():
-            read[source.label] += 1
+            read[-1] += 1
             yield row
-        if read[source.label] == before:
+        if not read[-1]:
             raise ConfigError(f"{source.label} holds no row", kind=Kind.INPUT_EMPTY)
 
 

@@ -377,11 +377,13 @@ class _Bench:
 
     def _measure_rebuilt(self, form: str) -> _GroupCost:
         """The final hidden as it comes back from the top aux layer in a form; it takes no byte."""
+        if self.capture.final == "none":
+            return _GroupCost(0.0)
         assert self.rebuilding is not None
         top, pairs = through_codec(form, fine=self._fine(form))(self.states.aux[-1]).decoded, []
         for rows, finals, sample in whole_samples(self.states, self.rebuilding.samples):
             pairs.append((self.states.final[finals], self.rebuilding.rebuilder.final_of(sample, top[rows])))
-        if self.capture.final == "none" or not pairs:
+        if not pairs:
             return _GroupCost(0.0)
         original, again = (torch.cat(part).to(self.device) for part in zip(*pairs, strict=True))
         finite = torch.isfinite(original).all(dim=1) & torch.isfinite(again).all(dim=1)

@@ -154,3 +154,9 @@ def two_turns(count: int) -> list[list[tuple[str, str]]]:
 def expected(count: int) -> list[list[str]]:
     """What every turn says once each earlier answer is the new one."""
     return [[f"first {i}", f"reply 1 to first {i}", f"second {i}", f"reply 3 to second {i}"] for i in range(count)]
+
+
+def texts(path: str | Path) -> list[list[str]]:
+    """What every message of the written rows says."""
+    rows = [json.loads(line)["messages"] for line in Path(path).read_text().splitlines()]
+    return [[message["content"] for message in row] for row in rows]

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -176,6 +177,21 @@ def test_auto_says_that_a_targets_states_cannot_be_rebuilt(
     advice = read_advice(Store.open(options.store).fs)
     assert advice is not None
     assert "rebuilt" not in [row.recipe for row in advice.rows]
+
+
+@pytest.mark.parametrize("final_or_layers", [{"layers": "eagle1"}, {"final": "none"}])
+def test_auto_measures_captures_without_aux_layers_and_without_a_final_hidden(
+    options: CollectOptions, final_or_layers: dict[str, Any]
+) -> None:
+    said = run(replace(options, recipe="auto", **final_or_layers))
+    assert any("is the smallest recipe" in line for line in said)
+    assert len(Store.open(options.store)) > 0
+
+
+def test_states_cannot_be_rebuilt_from_no_layer(options: CollectOptions) -> None:
+    with pytest.raises(ConfigError, match="there is no aux layer") as caught:
+        run(replace(options, recipe="rebuilt", layers="eagle1"))
+    assert caught.value.kind == "blocks-unsupported"
 
 
 def test_auto_keeps_the_recipe_of_the_store_it_resumes(options: CollectOptions) -> None:

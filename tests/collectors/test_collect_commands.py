@@ -128,6 +128,13 @@ def test_plan_writes_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path,
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_plan_estimates_no_recipe_that_needs_a_layer_where_there_is_none(
+    capsys: pytest.CaptureFixture[str], data: str, target: str
+) -> None:
+    plan = call_json(capsys, "plan", data, "--target", target, "--layers", "eagle1")
+    assert [row["recipe"] for row in plan["recipes"]] == ["raw", "lossless", "safe", "compact"]
+
+
 def test_plan_says_what_fits_where_the_chosen_recipe_does_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, data: str, target: str
 ) -> None:

@@ -3,6 +3,7 @@
 import errno
 import gzip
 import json
+import os
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -177,6 +178,18 @@ def test_tool_calls_carry_their_arguments_as_objects() -> None:
     found = messages(row)[1]
     assert found["content"] == ""
     assert found["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    "calls", [{"tool_calls": [{"function": "now"}]}, {"tool_calls": [{"function": ""}]}, {"function_call": ["now"]}]
+)
+def test_a_call_whose_function_is_no_object_costs_its_row(calls: dict[str, Any]) -> None:
+    assert reason({"messages": [CHAT[0], {"role": "assistant"} | calls]}) == "tool-calls-invalid"
+
+
+@pytest.mark.parametrize("beside", [{"completion": []}, {"system": "be brief"}])
+def test_a_question_without_a_message_costs_its_row(beside: dict[str, Any]) -> None:
+    assert reason({"prompt": []} | beside) == "no-messages"
 
 
 @settings(max_examples=150, deadline=None)
@@ -374,6 +387,13 @@ def test_labels_tell_files_of_one_name_apart_without_showing_home_folders(tmp_pa
         (tmp_path / name).write_text("{}")
     paths = [str(tmp_path / name) for name in ("x/a.jsonl", "y/a.jsonl", "y/b.jsonl", "y/b.jsonl")]
     assert [source.label for source in open_sources(paths)] == ["x/a.jsonl", "y/a.jsonl", "b.jsonl", "b.jsonl"]
+
+
+def test_a_name_that_reads_like_the_bytes_of_another_has_its_label_too(tmp_path: Path) -> None:
+    for name in ("\\xff.jsonl", os.fsdecode(b"\xff.jsonl")):
+        (tmp_path / name).write_text(json.dumps({"messages": CHAT}))
+    labels = [source.label for source in open_sources([str(tmp_path)])]
+    assert labels == [f"{tmp_path.name}/\\xff.jsonl"] * 2
 
 
 def make_bad_input(folder: Path, case: str) -> str:

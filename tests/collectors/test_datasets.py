@@ -162,7 +162,7 @@ def test_tool_calls_that_a_set_writes_into_its_text_become_members(tmp_path: Pat
     assert found.tools == [TOOL]
 
 
-@pytest.mark.parametrize("call", ["{add", "__import__('os').getcwd()", "[1]", '{"arguments": {}}'])
+@pytest.mark.parametrize("call", ["{add", "__import__('os').getcwd()", "[1]", '{"arguments": {}}', "[" * 100_000])
 def test_a_tool_call_that_cannot_be_read_costs_its_row_alone(tmp_path: Path, call: str) -> None:
     asked = {"from": "human", "value": Q}
     row = {"conversations": [asked, {"from": "gpt", "value": f"<tool_call>{call}</tool_call>"}], "tools": "[{}]"}

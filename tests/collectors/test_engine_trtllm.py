@@ -283,6 +283,7 @@ def test_other_arguments_reach_tensorrt_llm(target: Path, tmp_path: Path) -> Non
     [
         ({"extra": {"max_seqlen": 5}}, "engine-arg", "refuses its arguments: .*max_seqlen", None),
         ({"extra": {"kv_cache_config.fraction": 1}}, "engine-arg", "refuses its arguments: .*fraction", None),
+        ({"extra": {"max_num_tokens": None}}, "engine-arg", "max_num_tokens is a number", None),
         ({"server": "http://localhost:1"}, "engine-arg", "takes no --server", None),
         ({"device": "cpu"}, "device-unavailable", "NVIDIA GPUs only", "--engine hf --device cpu"),
         (
@@ -302,6 +303,16 @@ def test_what_cannot_work_is_refused_before_the_target_is_loaded(
         engine_of(target, **({"scratch": tmp_path} | asked))
     assert caught.value.kind == kind
     assert hint is None or caught.value.hint == hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_that_does_not_start_is_an_error_and_leaves_nothing(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trap(monkeypatch, {"no_start": True})
+    with pytest.raises(ConfigError, match=r"does not start for target .*: RuntimeError: a worker ended") as caught:
+        engine_of(target, scratch=tmp_path)
+    assert caught.value.kind == "engine-start"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -18,7 +18,7 @@ from collectors.engines import CaptureRequest, EngineOptions, open_engine
 from collectors.engines.hf import HfEngine
 from collectors.engines.resources import major_minor
 from collectors.engines.unit_memory import PLACE, UnitMemory
-from collectors.engines.vllm import VllmProcess, _Flow, _require_memory
+from collectors.engines.vllm import FIXED_ARGUMENTS, VllmProcess, _Flow, _require_memory
 from collectors.engines.vllm_server import (
     _PROBE,
     LayerIds,
@@ -163,6 +163,11 @@ def test_a_stop_leaves_no_file(target: EngineTarget, double: VllmDouble, options
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
+        ({"extra": {"concurrency": "many"}}, "engine-arg"),
+        ({"extra": {"concurrency": 0}}, "engine-arg"),
+        ({"extra": {"timeout_s": None}}, "engine-arg"),
+        ({"extra": {"timeout_s": float("nan")}}, "engine-arg"),
+        ({"extra": {"api_key_env": 3}}, "api-key-missing"),
         ({"extra": {"model": "other"}}, "server-unfit"),
         ({"longest": 256}, "server-unfit"),
         ({"extra": {"concurency": 3}}, "engine-arg"),
@@ -311,6 +316,13 @@ def test_a_vllm_whose_connector_is_another_is_refused_with_the_server_as_the_way
         _require_memory("0.31.2")
     assert caught.value.kind == "engine-start"
     assert "--server URL" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("name", FIXED_ARGUMENTS)
+def test_what_vllm_is_told_by_collect_itself_is_no_setting(name: str, target: EngineTarget) -> None:
+    with pytest.raises(ConfigError, match=f"--engine-arg {name} is set by collect itself") as caught:
+        open_engine("vllm", target, EngineOptions(AUX, 64, extra={name: 2}))
+    assert caught.value.kind == "engine-arg"
 
 
 def test_states_that_never_come_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from collectors.capture.import_job import ImportOptions, ImportReport, import_du
 from collectors.engines.dump import AMBIGUOUS, FORMATS
 from collectors.engines.dump.matching import rows_of, supervised_spans, text_end
 from collectors.engines.dump.peer import PeerSample, PeerSource, Unusable, files_below
+from hiddenstore.dumps.common import ABOUT_FILE, SAMPLES_FILE
 from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError
 from hiddenstore.records import Sample, sample_id
 from hiddenstore.store import Store
@@ -329,6 +330,70 @@ class NumpyFiles(PeerSource):
         arrays = {name: torch.from_numpy(array) for name, array in np.load(self.file_of(location)).items()}
         ids, mask = arrays["ids"].numpy(), arrays["mask"].numpy()
         return PeerSample(ids, mask, len(ids), 64, columns=arrays["layer"][:, None], final=arrays["final"])
+
+
+def change_manifest(**members: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "manifest.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | members))
+
+    return change
+
+
+def state_layers(text: str) -> Callable[[Path], Any]:
+    about = f'{{"layout": "vllm-extract", "aux_hidden_state_layer_ids": {text}}}'
+    return lambda folder: (folder / ABOUT_FILE).write_text(about)
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    "layers that the target lacks": ("deepspec", change_manifest(target_layer_ids=[1, 2, 99]), "layers 99 are outside"),
+    "layers below all": ("deepspec", change_manifest(target_layer_ids=[-7, 0, 3]), "layers -7 are outside"),
+    "no width": ("deepspec", change_manifest(hidden_size=float("inf")), "lacks or garbles"),
+    "an export's layers": ("vllm-extract", state_layers("[2, 3, 400]"), "layers 399 are outside"),
+    "an export's words": ("vllm-extract", state_layers('["a"]'), "layers that are no numbers"),
+    "an export's samples": (
+        "vllm-extract",
+        lambda folder: (folder / SAMPLES_FILE).write_bytes(b"PAR1 torn"),
+        f"{SAMPLES_FILE} cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGE)
+def test_what_a_dump_says_of_itself_wrongly_is_an_error_of_its_own(
+    bring: Importer, tmp_path: Path, spoken: list[Spoken], fault: str
+) -> None:
+    peer, damage, said = DAMAGE[fault]
+    CASES[peer].write(tmp_path / "dump", spoken)
+    damage(tmp_path / "dump")
+    with pytest.raises(ConfigError, match=said):
+        bring(peer, loss_on="all")
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_token_ids_of_any_whole_numbers_are_read(
+    bring: Importer, tmp_path: Path, spoken: list[Spoken], dtype: torch.dtype
+) -> None:
+    ids = [replace(one, ids=one.ids.to(dtype)) for one in spoken]
+    peer_dumps.vllm_extract(tmp_path / "dump", ids, LAYERS)
+    assert bring("vllm-extract", **CASES["vllm-extract"].asked).samples == len(spoken)
+
+
+@pytest.mark.parametrize("peer", ["deepspec", "modelopt-hf"])
+def test_a_dump_whose_layers_are_none_gives_the_final_hidden_alone(
+    bring: Importer, tmp_path: Path, spoken: list[Spoken], peer: str
+) -> None:
+    (one, *_) = spoken
+    if peer == "deepspec":
+        peer_dumps.deepspec(tmp_path / "dump", [one], LAYERS)
+        change_manifest(target_layer_ids=[])(tmp_path / "dump")
+    else:
+        none = torch.zeros(len(one.ids), 0, dtype=torch.bfloat16)
+        peer_dumps.modelopt(tmp_path / "dump", [one], LAYERS, aux_hidden_states=none)
+    assert bring(peer).samples == 1
+    (record,) = Store.open(tmp_path / "store")
+    assert torch.equal(record.final, one.normed)
 
 
 def test_a_format_is_a_file_and_a_line(

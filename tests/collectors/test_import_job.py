@@ -195,6 +195,13 @@ def test_broken_samples_are_counted_by_reason_and_the_others_imported(
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_file_whose_name_is_no_text_costs_its_sample_and_stays(bring: Importer, dump: Path, tmp_path: Path) -> None:
+    (dump / "data_3.ckpt").rename(dump / os.fsdecode(b"data_\xff.ckpt"))
+    report = bring(delete_source=True)
+    assert (report.samples, report.rejects, report.deleted_files) == (9, {"not-unicode": 1}, 9)
+    assert [os.fsencode(path.name) for path in dump.iterdir()] == [b"data_\xff.ckpt"]
+
+
 def test_states_that_nobody_can_read_are_rejects_of_their_unit(bring: Importer, dump: Path, tmp_path: Path) -> None:
     """Tokens are read first and states later: what is wrong with states is found in the middle of a unit."""
     for number in (1, 8):

@@ -15,7 +15,7 @@ from collectors.regenerate import invent as module
 from collectors.regenerate.invent import invent, questions_file
 from collectors.regenerate.options import RegenerateOptions
 from hiddenstore.cli import main
-from hiddenstore.errors import CaptureError, ConfigError, ConflictError, InterruptError
+from hiddenstore.errors import CaptureError, ConfigError, ConflictError, CorruptionError, InterruptError
 from tests.collectors.tiny import save_target
 
 
@@ -70,6 +70,17 @@ def test_a_question_may_hold_what_ends_a_line_of_text_and_none_of_json(
     first = {"batch": 0, "messages": [{"role": "user", "content": "one\u2028two\u0085three"}]}
     file.write_text("\n".join([json.dumps(first, ensure_ascii=False), *rest]) + "\n")
     assert invent(other, 20) == Counter()
+
+
+@pytest.mark.parametrize("damage", [b'{"batch": 0, "mess', b"[1]", b'{"batch": 0, "messages": []}', b"\x00"])
+def test_a_damaged_file_of_questions_is_named_with_its_line(options: RegenerateOptions, damage: bytes) -> None:
+    invent(options, 2)
+    file = questions_file(options.out)
+    first, *_ = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(first + damage + b"\n")
+    with pytest.raises(CorruptionError, match=r"\.questions\.jsonl is damaged: line 2 is no question") as caught:
+        invent(options, 4)
+    assert caught.value.kind == "file-corrupt"
 
 
 def test_a_system_message_opens_every_question(options: RegenerateOptions) -> None:

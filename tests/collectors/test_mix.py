@@ -90,6 +90,24 @@ def test_data_json_says_what_each_source_gave(files: Path, target: str) -> None:
     assert [source["rows"] for source in stored["sources"]] == [12, 10]
 
 
+def test_slices_of_one_file_and_the_files_of_one_dataset_are_counted_for_what_they_are(
+    files: Path, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", files / "cache")
+    split = files / "root" / "HuggingFaceH4" / "ultrachat_200k" / "data"
+    split.mkdir(parents=True)
+    for number, count in enumerate((3, 4)):
+        rows = [{"messages": chat(f"set {number} asks {i}", f"answer {i}")} for i in range(count)]
+        write_rows(split / f"train_sft-0000{number}-of-00002.jsonl", rows)
+    chats = files / "a" / "chats.jsonl"
+    inputs = [f"{chats}:train[:9]", "dataset:ultrachat", f"{chats}:train[35:]"]
+    info = prepare(inputs, files / "data", target, PrepareOptions(workers=1, dataset_root=str(files / "root")))
+    assert [(source.rows, source.samples) for source in info.sources] == [(9, 9), (7, 7), (5, 5)]
+    assert sum(source.tokens for source in info.sources) == info.tokens
+
+
 @pytest.mark.parametrize(
     ("mix", "said"),
     [

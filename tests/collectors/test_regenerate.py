@@ -156,6 +156,14 @@ def test_a_conversation_that_the_template_refuses_is_left_out_and_counted(
     assert report.examples["refused"] == "conversation 2: no system role here"
 
 
+def test_a_conversation_that_begins_with_an_answer_says_so(options: RegenerateOptions, chats: Path) -> None:
+    greeting = {"messages": [{"role": "assistant", "content": "welcome"}, {"role": "user", "content": "hi"}]}
+    chats.write_text(json.dumps(greeting) + "\n" + chats.read_text())
+    report = run(options)
+    assert report.dropped["refused"] == 1
+    assert report.examples["refused"] == "conversation 1: it begins with an answer, before which nothing was said"
+
+
 def test_answers_do_not_depend_on_the_number_of_workers(options: RegenerateOptions, tmp_path: Path) -> None:
     options = replace(options, batch_size=2)
     run(options)
@@ -337,6 +345,25 @@ def test_a_worker_that_is_killed_ends_the_run_and_keeps_the_answers(options: Reg
         regenerate(replace(options, workers=2, max_new_tokens=64), kill_a_worker)
     assert caught.value.kind == "worker-died"
     assert answers_kept(options) > 0
+
+
+_LEAVES_A_POOL = """
+import sys, time
+from collectors.regenerate.generate import Sampling
+from collectors.regenerate.in_process import WorkerPool
+from collectors.regenerate.options import RegenerateOptions
+
+with WorkerPool(RegenerateOptions(("unread",), "unwritten", sys.argv[1]), 1) as pool:
+    for _, _, answer in pool.answer(Sampling(0.8, 40), [([[5, 6, 7]] * 800, "a batch")], lambda _tokens: None):
+        if not answer.ended:
+            time.sleep(1)  # by now the worker holds more of them than a pipe takes
+            break
+"""
+
+
+def test_workers_end_although_nobody_takes_the_answers_that_they_hold(target: Path) -> None:
+    left = subprocess.run([sys.executable, "-c", _LEAVES_A_POOL, str(target)], timeout=90, check=False)
+    assert left.returncode == 0
 
 
 @pytest.mark.parametrize(

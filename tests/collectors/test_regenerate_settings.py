@@ -11,7 +11,7 @@ from collectors.regenerate.answers import AnswersFolder
 from collectors.regenerate.invent import invent
 from collectors.regenerate.job import regenerate, take_answered
 from collectors.regenerate.options import RegenerateOptions, answer_settings, target_digests
-from hiddenstore.errors import CaptureError, ConfigError, ConflictError, InterruptError
+from hiddenstore.errors import CaptureError, ConfigError, ConflictError, CorruptionError, InterruptError
 from tests.collectors.tiny import save_target
 
 
@@ -40,6 +40,17 @@ def test_another_checkpoint_in_the_same_folder_does_not_go_on_with_the_answers(o
         take_answered(options, Path(options.out).with_name("so-far.jsonl"))
     save_target(Path(str(options.target)))
     assert regenerate(options).written > 0
+
+
+@pytest.mark.parametrize("damage", [b'{"answers_by": "tar', b"[]", b""])
+def test_damaged_settings_are_an_error_of_their_own(options: RegenerateOptions, damage: bytes) -> None:
+    stop(options)
+    Path(f"{options.out}.answers/settings.json").write_bytes(damage)
+    taken = Path(options.out).with_name("so-far.jsonl")
+    for goes_on in (lambda: regenerate(options), lambda: take_answered(options, taken)):
+        with pytest.raises(CorruptionError, match=r"settings\.json is damaged: it holds no settings") as caught:
+            goes_on()
+        assert caught.value.kind == "file-corrupt"
 
 
 def test_questions_of_another_checkpoint_are_not_gone_on_with(options: RegenerateOptions) -> None:

@@ -60,7 +60,7 @@ class DeepSpecCache(PeerSource):
             layers = tuple(int(layer) for layer in manifest["target_layer_ids"])
             hidden, self._dtype = int(manifest["hidden_size"]), DTYPES[manifest["hidden_dtype"]]
             self._shards = [str(shard["file_name"]) for shard in manifest["shards"]]
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise unreadable(f"{path} lacks or garbles {error}") from error
         for shard in self._shards:
             if not is_inside(shard):
@@ -129,7 +129,7 @@ def _tensor(path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype)
     except OSError as error:
         require_read(error, path)
         raise
-    return torch.frombuffer(data, dtype=dtype).reshape(shape)
+    return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).reshape(shape)
 
 
 class AutomodelCache(PeerSource):

@@ -111,6 +111,7 @@ def choose_columns(
         if claimed not in (None, layers):
             problem = f"the dump says its layers are {listed(layers)}, not {listed(claimed or ())}"
             raise FormatError(problem, kind=Kind.LAYERS_DIFFER, hint="leave --layers out")
+        require_inside(layers, num_layers, "check that --target is the dump's own: these are the layers that it names")
         return _fitted(source, layers, count, num_layers, "the dump names")
     if claimed is not None:
         return _fitted(source, claimed, count, num_layers, "you named")

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
-from collectors.engines.dump.peer import PeerSample, Unusable
+from collectors.engines.dump.peer import PeerSample, Unusable, require_read, unreadable
 from collectors.tokenize.batches import is_validation
 from hiddenstore.dumps.common import SAMPLES_FILE
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.records import Sample, sample_id
+from hiddenstore.targets.folder import first_line
 from schemas.manifest import ROLES
 
 _KEY_TOKENS = 16
@@ -76,14 +78,21 @@ def _restore(peer: PeerSample, entry: _PreparedSample) -> tuple[np.ndarray, np.n
 
 
 def exported_turns(folder: Path) -> dict[str, tuple[np.ndarray, str]]:
-    """Turn spans and split by sample id, as our own export wrote them beside a peer's files; else empty."""
+    """Turn spans and split by sample id, as our own export wrote them beside a peer's files; else empty. Raises
+    ConfigError: ``input-unreadable``."""
     path = folder / SAMPLES_FILE
     turns: dict[str, tuple[np.ndarray, str]] = {}
-    if path.is_file():
+    if not path.is_file():
+        return turns
+    try:
         for batch in pq.ParquetFile(path).iter_batches(columns=["sample_id", "spans", "split"]):
             for row in batch.to_pylist():
                 spans = [[turn["role"], turn["start"], turn["end"]] for turn in row["spans"]]
                 turns[row["sample_id"]] = np.array(spans, np.int32).reshape(-1, 3), row["split"]
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
+        require_read(error, path)
+        hint = f"export the store again; without that file (rm {path}) turns and split are guessed"
+        raise unreadable(f"{path} cannot be read: {first_line(error)}", hint) from error
     return turns
 
 

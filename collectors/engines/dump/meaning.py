@@ -15,7 +15,7 @@ from torch import Tensor
 
 from collectors.engines.dump.engine import Claims, Columns, choose_columns, states_of_tokens
 from collectors.engines.dump.matching import Matcher
-from collectors.engines.dump.peer import PeerSample, PeerSource, Unusable, read_manifest
+from collectors.engines.dump.peer import PeerSample, PeerSource, Unusable, read_manifest, unreadable
 from collectors.targets.load import EngineTarget, LoadedTarget, probe_states
 from hiddenstore.dumps.common import ABOUT_FILE
 from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError, Kind
@@ -325,7 +325,9 @@ def _exported_layers(source: PeerSource, target: EngineTarget) -> tuple[int, ...
                 f"{path} names a target of {name} {str(digest)[:8]}…, target {target.folder.label} has {ours[:8]}…",
                 kind=Kind.TARGET_MISMATCH,
             )
-    return tuple(int(layer) for layer in layers)
+    if not all(isinstance(layer, int) for layer in layers):
+        raise unreadable(f"{path} names layers that are no numbers: {layers}")
+    return tuple(layers)
 
 
 def _first_samples(

@@ -152,13 +152,16 @@ def unreadable(message: str, hint: str | None = None) -> ConfigError:
 def token_ids(value: Any, key: str) -> np.ndarray:
     """A tensor of ids [T] or [1, T] as int32 [T]."""
     ids = _flat(value, key)
-    if ids.is_floating_point() or ids.dtype == torch.bool:
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise Unusable("wrong-dtype", f"{key} is {_dtype(ids)}, expected whole numbers")
     if not len(ids):
         raise Unusable("empty", f"{key} is empty")
-    if int(ids.min()) < 0 or int(ids.max()) >= 2**31:
-        raise Unusable("token-out-of-range", f"{key} holds {int(ids.min())} … {int(ids.max())}, which are no token ids")
-    return ids.to(torch.int32).numpy()
+    # torch knows no least and no largest of unsigned numbers.
+    numbers = ids.numpy()
+    least, largest = int(numbers.min()), int(numbers.max())
+    if least < 0 or largest >= 2**31:
+        raise Unusable("token-out-of-range", f"{key} holds {least} … {largest}, which are no token ids")
+    return numbers.astype(np.int32)
 
 
 def mask_of(value: Any, key: str, tokens: int) -> np.ndarray:
@@ -191,7 +194,7 @@ def columns_of(states: Tensor, width: int, key: str) -> Tensor:
     """Layers side by side [T, C·D] as [T, C, D]."""
     if states.shape[1] % width:
         raise Unusable("wrong-width", f"{key} is {states.shape[1]} wide, no multiple of the target's width {width}")
-    return states.reshape(states.shape[0], -1, width)
+    return states.reshape(len(states), states.shape[1] // width, width)
 
 
 def require_rows(rows: int, tokens: int, key: str) -> None:

@@ -205,10 +205,13 @@ class Scan:
             for location in locations:
                 if self.stop():
                     raise InterruptError("stopped by a signal", kind=Kind.INTERRUPTED)
+                text = location.encode(errors="backslashreplace").decode()
                 try:
+                    if text != location:
+                        raise Unusable("not-unicode", "the name of its file is no UTF-8")
                     sample = self._sample(location)
                 except Unusable as unusable:
-                    problem = Problem(location, unusable.reason, unusable.detail)
+                    problem = Problem(text, unusable.reason, unusable.detail)
                     tally.reject(problem)
                     rejects.write(problem)
                     if tally.refused > allowed:

@@ -32,6 +32,8 @@ PAIRED = ("batch", "swap", "reverse")
 class Executor:
     def __init__(self, args: dict[str, Any], traps: dict[str, Any]) -> None:
         self.traps = traps
+        if traps.get("no_start"):
+            raise RuntimeError("a worker ended\nand what it wrote")
         saving = args["speculative_config"]
         self.folder, self.prefix = Path(saving["output_directory"]), saving["file_prefix"]
         self.folder.mkdir(parents=True, exist_ok=True)
