@@ -33,7 +33,7 @@ from hiddenstore.files.documents import load, seal, sha256_hex
 from hiddenstore.files.layout import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem, is_inside
-from hiddenstore.index.catalog import Catalog, Records, make_snapshot, read_catalog, read_frozen
+from hiddenstore.index.catalog import Catalog, Records, make_snapshot, read_catalog, read_frozen, saved_snapshots
 from hiddenstore.records import Record, facts_table
 from hiddenstore.registry import Registry
 from hiddenstore.segments import CONTAINERS
@@ -585,10 +585,8 @@ def load_snapshot(fs: Filesystem, name: str) -> Snapshot:
     """A saved snapshot; NotFoundError ``snapshot-missing``."""
     path = layout.snapshot_path(name)
     if fs.size(path) is None:
-        saved = [entry.removesuffix(".json") for entry in fs.list(layout.SNAPSHOTS_DIR)]
-        raise NotFoundError(
-            f"{fs.root} has no snapshot {name!r}; it has {', '.join(saved) or 'none'}", kind=Kind.SNAPSHOT_MISSING
-        )
+        saved = ", ".join(saved_snapshots(fs)) or "none"
+        raise NotFoundError(f"{fs.root} has no snapshot {name!r}; it has {saved}", kind=Kind.SNAPSHOT_MISSING)
     snapshot = load(fs, path, Snapshot)
     if snapshot.name != name:
         raise CorruptionError(

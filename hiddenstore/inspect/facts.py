@@ -16,6 +16,7 @@ from hiddenstore.files import layout
 from hiddenstore.files.damage import DAMAGE
 from hiddenstore.files.documents import load
 from hiddenstore.fs.seam import Filesystem
+from hiddenstore.index.catalog import saved_snapshots
 from hiddenstore.index.table import SPLITS, SampleTable
 from hiddenstore.store import Store
 from hiddenstore.targets.gguf import RECORD_FILE, forms_text
@@ -57,8 +58,8 @@ def info(store: "Store") -> dict[str, Any]:
         "lengths": length_summary(table.tokens),
         "units": len(store.catalog),
         "segments": segments,
-        "inputs": len(store.fs.list(layout.INPUTS_DIR)),
-        "snapshots": [name.removesuffix(".json") for name in store.fs.list(layout.SNAPSHOTS_DIR)],
+        "inputs": sum(layout.parse_input(name) is not None for name in store.fs.list(layout.INPUTS_DIR)),
+        "snapshots": saved_snapshots(store.fs),
         "duplicates": store.duplicates,
         "damaged_commits": [error.message for error in store.damaged],
         **stored_bytes(store),
