@@ -417,7 +417,7 @@ class Store(RecordSequence):
         try:
             with self.fs.local_copy(layout.TARGET_DIR, without=".safetensors") as folder:
                 return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # its files may hold anything
             raise_refusal(error, f"{self.path}/{layout.TARGET_DIR}")
             raise ConfigError(
                 f"the tokenizer in {self.path}/{layout.TARGET_DIR} cannot be loaded: {error}",

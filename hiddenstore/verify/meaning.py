@@ -26,9 +26,9 @@ from hiddenstore.codecs import get_codec
 from hiddenstore.codecs.base import MaskedCodec
 from hiddenstore.console.text import plural
 from hiddenstore.data.order import Order
-from hiddenstore.errors import ConfigError, HiddenstoreError
+from hiddenstore.errors import ConfigError, HiddenstoreError, NotFoundError
 from hiddenstore.files import layout
-from hiddenstore.files.damage import DAMAGE, raise_refusal, twice
+from hiddenstore.files.damage import DAMAGE, twice
 from hiddenstore.records import Record, Sample, TopK, final_row_positions, is_text, sample_id
 from hiddenstore.store import Store
 from hiddenstore.targets.blocks import BLOCKS_FILE
@@ -519,14 +519,10 @@ def load_tokenizer(store: Store, report: Report) -> Any:
         detail = "target/ holds no tokenizer: whether the tokens are its own was not checked"
         report.notes.append(Finding("tokenizer-absent", layout.TARGET_DIR, (), detail))
         return None
-    from transformers import AutoTokenizer
-
     try:
-        with store.fs.local_copy(layout.TARGET_DIR, without=".safetensors") as folder:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise_refusal(error, f"{store.path}/{layout.TARGET_DIR}")
-        report.findings.append(Finding("tokenizer-unreadable", layout.TARGET_DIR, (), str(error)))
+        tokenizer = store.tokenizer
+    except (ConfigError, NotFoundError) as error:
+        report.findings.append(Finding("tokenizer-unreadable", layout.TARGET_DIR, (), error.message))
         return None
     target, path = store.capture.target, f"{layout.TARGET_DIR}/{_RULES_FILE}"
     digest, expected = tokenizer_sha256(tokenizer), target.tokenizer_sha256
