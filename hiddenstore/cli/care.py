@@ -15,7 +15,7 @@ from hiddenstore.cli.words import STORE, FiniteRange, Name, layers_option, open_
 from hiddenstore.codecs.recipes import RECIPE_HELP, RECIPES, get_recipe
 from hiddenstore.console.output import common_options, examples, is_piped, output
 from hiddenstore.console.progress import Progress
-from hiddenstore.console.text import Column, clean, clean_line, count, percent, plural, seconds, size
+from hiddenstore.console.text import Column, clean, clean_line, count, plural, seconds, size
 from hiddenstore.doctor.machine import examine
 from hiddenstore.errors import ConfigError, InterruptError, Kind
 from hiddenstore.files.layout import TARGET_DIR
@@ -68,7 +68,7 @@ def verify(store: str, full: bool, meaning: bool, stock: bool, share: float | No
             return shown.enter_context(Progress(label, total, unit)).advance
 
         report = run_verify(store, depth, share, also_bytes=full, also_stock=stock, begin=begin)
-    document = {"path": store, **report.to_json(), "full": full or depth == "bytes"}
+    document = {"path": store, **report.to_json(), "full": full}
     output().data(document, human=lambda: _show_findings(document), quiet="")
     if not report.ok:
         output().hint(*_remedy(store, report))
@@ -115,8 +115,8 @@ def _show_findings(document: Mapping[str, Any]) -> None:
         if document["stock_samples"]:
             words.append(f"stock software reads the same of {plural(document['stock_samples'], 'sample')}")
         if document["depth"] == "meaning":
-            of_all = "" if document["sample_share"] == 1 else f" ({percent(document['sample_share'])}; --share 1: all)"
             samples = plural(document["samples_checked"], "sample")
+            of_all = "" if document["sample_share"] == 1 else f" of {count(document['samples'])} (--share 1: all)"
             words.append(f"the states of {samples}{of_all} mean what the store says")
         _well(f"{document['path']}: {', '.join(words)}")
     for group in _grouped(document["notes"], lambda _: ""):

@@ -212,9 +212,8 @@ class Extent:
 
     @classmethod
     def of(cls, store: Store) -> "Extent":
-        entries = [entry for _, entry in store.entries]
-        rows = sum(entry.final_rows for entry in entries)
-        return cls(len(entries), sum(entry.tokens for entry in entries), rows)
+        table = store.catalog.table
+        return cls(len(table), *(int(column.sum(dtype=np.int64)) for column in (table.tokens, table.final_rows)))
 
 
 def advise_store(
@@ -462,19 +461,20 @@ class _Bench:
         return plain + self.container.overhead(capture, self.extent.samples, segments).size_bytes / tokens
 
 
-_ROW = "{:13}  {:>7}  {:>7}  {:>7}  {:>7}  {:>6}  {:>7}  {:>8}"
+_ROW = "{:{}}  {:>7}  {:>7}  {:>7}  {:>7}  {:>6}  {:>7}  {:>8}"
 _HEADER = ("recipe", "B/token", "smaller", "KL", "overlap", "flips", "channel", "raw rows")
 
 
 def table_lines(advice: Advice, bytes_raw: float) -> list[str]:
     """A line per recipe under a header, the chosen one marked; ``bytes_raw`` is what a token takes as plain bf16."""
-    lines = ["  " + _ROW.format(*_HEADER)]
+    widest = max(len(row.recipe) for row in advice.rows)
+    lines = ["  " + _ROW.format(_HEADER[0], widest, *_HEADER[1:])]
     for row in advice.rows:
         size = f"{row.bytes_per_token:,.0f}", f"{bytes_raw / row.bytes_per_token:.2f}x"
         kl = "–" if row.kl is None else "0" if row.kl == 0 else f"{row.kl:.1e}"
         overlap = "–" if row.overlap is None else f"{row.overlap:.4f}"
         shares = map(_percent, (row.top1_flips, row.channel_error, row.raw_rows))
-        lines.append(("→ " if row.chosen else "  ") + _ROW.format(row.recipe, *size, kl, overlap, *shares))
+        lines.append(("→ " if row.chosen else "  ") + _ROW.format(row.recipe, widest, *size, kl, overlap, *shares))
     return lines
 
 

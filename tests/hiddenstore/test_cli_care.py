@@ -15,7 +15,8 @@ from hiddenstore.cli import main
 from hiddenstore.cli.care import parse_age
 from hiddenstore.errors import ConfigError
 from hiddenstore.store import Store
-from hiddenstore.testing.builders import make_store
+from hiddenstore.testing.builders import HEAD, capture_spec, make_store, target_files
+from hiddenstore.writer import create_store
 
 
 def run(*arguments: str) -> Result:
@@ -39,6 +40,11 @@ def test_verify_of_a_sound_store_is_one_calm_line(tmp_path: Path) -> None:
     assert len(result.stdout.splitlines()) == 1
     document = json.loads(run("verify", store.path, "--json").stdout)
     assert (document["schema"], document["ok"], document["findings"]) == ("hiddenstore.verify/1", True, [])
+
+
+def test_verify_of_no_samples_looked_at_all_of_them(tmp_path: Path) -> None:
+    store = create_store(tmp_path / "store", capture_spec(), HEAD, "safe", target_files())
+    assert "the states of 0 samples mean what the store says" in run("verify", store.path, "--meaning").stdout
 
 
 def test_verify_exits_3_and_names_file_samples_and_remedy(tmp_path: Path) -> None:
