@@ -123,7 +123,7 @@ def _files_of_store(store: Store) -> Iterator[tuple[str, FileEntry | None]]:
 
 def _size(root: Path, path: str) -> int:
     """Bytes of a file. Raises CorruptionError: ``file-missing``; StorageError: it cannot be looked at."""
-    hint = f"hiddenstore verify {root}"
+    hint = shlex.join(["hiddenstore", "verify", str(root)])
     try:
         with storage_errors(root / path, hint):
             return (root / path).stat().st_size
@@ -200,5 +200,6 @@ def _sha256(root: Path, path: str, entry: FileEntry | None, advance: Advance) ->
             advance(len(data))
     if entry is not None and recorded is not None and (fault := mismatch(entry, recorded)):
         problem = f"{root / path} is damaged: {fault}; nothing was pushed"
-        raise CorruptionError(problem, kind=Kind.FILE_CORRUPT, path=path, hint=f"hiddenstore verify {root} --full")
+        hint = shlex.join(["hiddenstore", "verify", str(root), "--full"])
+        raise CorruptionError(problem, kind=Kind.FILE_CORRUPT, path=path, hint=hint)
     return digest.hexdigest()

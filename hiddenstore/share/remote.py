@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
+from hiddenstore.files.layout import STORE_JSON
 from hiddenstore.fs.seam import Filesystem, is_inside, storage_error
 
 SUMS, CARD = "SHA256SUMS", "README.md"
@@ -96,6 +97,11 @@ class StorageRemote:
         known = self._known()
         if not known and self._fs.size(CARD) is not None:
             message = f"{self.address} holds a {CARD} that no push put there, and a push would take its place"
+            raise ConflictError(message, kind=Kind.OUTPUT_EXISTS, hint="another name")
+        others = sorted(known.keys() - sums.keys())
+        # A store that has grown or was repaired is the same one; a drafter is all of its files.
+        if others and STORE_JSON not in known.keys() & sums.keys():
+            message = f"{self.address} holds {others[0]} of something else that was pushed there, which would be lost"
             raise ConflictError(message, kind=Kind.OUTPUT_EXISTS, hint="another name")
         self._replace(_BEGUN, sums_text({**known, **sums}))
 
