@@ -226,7 +226,7 @@ class TargetFolder:
         named: list[Any] = [getattr(config, "eos_token_id", None) for config in (self.config, self.whole)]
         if (path := self.file(GENERATION_FILE)) is not None:
             # transformers too loads a target beside one that cannot be read.
-            with suppress(ValueError):
+            with suppress(ValueError, AttributeError):
                 named.append(foreign_json(path.read_bytes()).get("eos_token_id"))
         lists = (value if isinstance(value, list) else [value] for value in named)
         return tuple(sorted({value for values in lists for value in values if isinstance(value, int)}))

@@ -174,6 +174,29 @@ def test_a_folder_with_one_file_is_that_file_and_with_two_is_refused(tmp_path: P
         target_folder(str(folder))
 
 
+def test_the_ending_of_a_file_may_be_in_capitals(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "SMALL.GGUF")
+    assert open_target(str(path)).label == open_target(str(tmp_path)).label == "SMALL"
+
+
+def test_a_tokenizer_that_cannot_be_read_is_said_before_any_weight_is_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "small.gguf")
+    (tmp_path / "tokenizer.json").write_text("{")
+    monkeypatch.setattr(module, "_write_model", lambda *_: pytest.fail("weights were converted"))
+    with pytest.raises(ConfigError, match=r"small\.gguf has a tokenizer\.json beside it that transformers cannot read"):
+        target_folder(str(path))
+    (tmp_path / "tokenizer.json").unlink()
+    reader = gguf.GGUFReader(path, "r+")
+    # A vocabulary of a kind that nobody knows, as in files of a later release.
+    reader.fields["tokenizer.ggml.model"].parts[-1][:] = np.frombuffer(b"gpt9", dtype=np.uint8)
+    reader.data.flush()
+    with pytest.raises(ConfigError, match=r"small\.gguf has a tokenizer that transformers cannot read: ") as caught:
+        target_folder(str(path))
+    assert caught.value.kind == "target-unreadable"
+
+
 def test_folders_and_hub_ids_stay_what_they_are(tmp_path: Path) -> None:
     assert target_folder(str(TARGET_DIR)) == str(TARGET_DIR)
     assert target_folder("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
