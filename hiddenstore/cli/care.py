@@ -13,7 +13,7 @@ from rich.text import Text
 
 from hiddenstore.cli.words import STORE, FiniteRange, Name, layers_option, open_store, same_target_option
 from hiddenstore.codecs.recipes import RECIPE_HELP, RECIPES, get_recipe
-from hiddenstore.console.output import common_options, examples, is_piped, output
+from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import Column, clean, clean_line, count, plural, seconds, size
 from hiddenstore.doctor.machine import examine
@@ -118,15 +118,9 @@ def _show_findings(document: Mapping[str, Any]) -> None:
             samples = plural(document["samples_checked"], "sample")
             of_all = "" if document["sample_share"] == 1 else f" of {count(document['samples'])} (--share 1: all)"
             words.append(f"the states of {samples}{of_all} mean what the store says")
-        _well(f"{document['path']}: {', '.join(words)}")
+        out.well(f"{document['path']}: {', '.join(words)}")
     for group in _grouped(document["notes"], lambda _: ""):
         _show_group(group, "!", "yellow")
-
-
-def _well(text: str) -> None:
-    """One line in a file or pipe, so that it can be grepped."""
-    out = output().out
-    out.print(Text.assemble(("✓ ", "green"), text), soft_wrap=is_piped(out))
 
 
 def _place(finding: Mapping[str, Any]) -> str:
@@ -268,7 +262,7 @@ def _show_copy(document: Mapping[str, Any]) -> None:
             how = "byte for byte"
         numbers = f"{plural(document['samples'], 'sample')} in {plural(document['units'], 'unit')}"
         text = f"{numbers}, {how}, {size(document['bytes_written'])} written"
-    output().print(Text.assemble(("✓ ", "green"), f"{document['destination']}: {text}"))
+    output().well(f"{document['destination']}: {text}")
     if document["units_there_already"]:
         output().print(f"  {count(document['units_there_already'])} were there already")
 
@@ -309,7 +303,7 @@ def _show_repair(document: Mapping[str, Any]) -> None:
     """What repair drops and keeps, unit by unit, and what it sets aside."""
     out, units, aside = output(), document["units"], document["aside"]
     if not units and not aside:
-        out.print(Text.assemble(("✓ ", "green"), f"{document['path']}: nothing to repair"))
+        out.well(f"{document['path']}: nothing to repair")
     verb, later = ("", "") if document["done"] else ("would be ", "; nothing has changed yet")
     if units:
         columns = ("unit", ">dropped", ">kept", Column("why", wide=True))
@@ -366,7 +360,7 @@ def _show_sweep(document: Mapping[str, Any]) -> None:
         done = "removed" if document["done"] else "would be removed; nothing has changed yet"
         out.print(f"{size(document['bytes'])} in {plural(len(remove), 'place')} {done}")
     else:
-        out.print(Text.assemble(("✓ ", "green"), f"{document['path']}: nothing to sweep"))
+        out.well(f"{document['path']}: nothing to sweep")
     given_up = [item for item in remove if item["reason"] == "unfinished"]
     if given_up:
         verb = "was" if document["done"] else "would be"

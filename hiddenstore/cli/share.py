@@ -9,7 +9,6 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.text import Text
 
 from hiddenstore.cli.care import copy_with_progress
 from hiddenstore.cli.words import layers_option, open_store, split_snapshot
@@ -91,7 +90,7 @@ def push(
     document = {"source": source, "address": remote.address, "kind": kind, "sample": sample, **vars(report)}
     sent = f"{size(report.bytes_sent)} in {plural(report.files_sent, 'file')} sent"
     there = f", {size(report.bytes - report.bytes_sent)} there already" if report.bytes > report.bytes_sent else ""
-    output().data(document, human=Text.assemble(("✓ ", "green"), f"{remote.address}: {sent}{there}"), quiet="")
+    output().data(document, human=lambda: output().well(f"{remote.address}: {sent}{there}"), quiet="")
     output().hint("hiddenstore", "pull", remote.address, "DEST")
 
 
@@ -162,7 +161,7 @@ def pull(address: str, dest: str) -> None:
         output().warn(f"removed, as the drafter has them no more: {', '.join(report.removed)}")
     document = {"address": remote.address, "dest": dest, "kind": kind, **vars(report)}
     came = f"{size(report.bytes_read)} came, {plural(report.files, 'file')} as they were pushed"
-    output().data(document, human=Text.assemble(("✓ ", "green"), f"{dest}: {came}"), quiet="")
+    output().data(document, human=lambda: output().well(f"{dest}: {came}"), quiet="")
     if kind == "store":
         open_store(dest)
         output().hint("hiddenstore", "verify", dest, "--full")

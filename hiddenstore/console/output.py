@@ -105,6 +105,12 @@ class Output:
         text = isinstance(renderable, str)
         self._show(clean(renderable) if text else renderable, soft_wrap=text)
 
+    def well(self, text: str) -> None:
+        """``✓ text`` on stdout: one line in a file or pipe, so that it can be grepped."""
+        from rich.text import Text
+
+        self._show(Text.assemble(("✓ ", "green"), clean(text)), soft_wrap=is_piped(self.out))
+
     def table(
         self,
         columns: "Sequence[Column | str]",

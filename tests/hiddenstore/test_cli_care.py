@@ -42,6 +42,24 @@ def test_verify_of_a_sound_store_is_one_calm_line(tmp_path: Path) -> None:
     assert (document["schema"], document["ok"], document["findings"]) == ("hiddenstore.verify/1", True, [])
 
 
+def test_what_is_done_is_one_line_of_a_pipe_however_long_the_path(tmp_path: Path) -> None:
+    path = make_store(tmp_path / ("long" * 30), samples=4).path
+    copied, pushed, pulled = (str(tmp_path / (name * 20)) for name in ("copied", "pushed", "pulled"))
+    for words in (
+        ("verify", path),
+        ("repair", path),
+        ("gc", path),
+        ("snapshot", path, "one"),
+        ("copy", path, copied, "--container", "webdataset"),
+        ("push", copied, pushed),
+        ("pull", pushed, pulled),
+    ):
+        said = run(*words).stdout.splitlines()
+        assert len(said) == 1
+        assert said[0].startswith("✓ /")
+        assert len(said[0]) > 120
+
+
 def test_verify_of_no_samples_looked_at_all_of_them(tmp_path: Path) -> None:
     store = create_store(tmp_path / "store", capture_spec(), HEAD, "safe", target_files())
     assert "the states of 0 samples mean what the store says" in run("verify", store.path, "--meaning").stdout
