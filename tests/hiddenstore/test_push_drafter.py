@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hiddenstore.errors import ConfigError
 from hiddenstore.files.layout import kind_of
+from hiddenstore.share.hub import open_remote
 from hiddenstore.share.remote import CARD, SUMS
 from tests.hiddenstore.hub_double import HubDouble, in_place_of_the_hub
 from tests.tiny_world import World, run, tree
@@ -128,3 +130,10 @@ def test_a_drafter_with_a_name_that_no_pull_takes_is_not_pushed_and_the_name_is_
     assert said["fix"].startswith("mv ")
     assert said["fix"].endswith("/drafter/draft-8b.gguf" if "8b" in name else "/drafter/draft-.gguf")
     assert hub.repos == {}
+
+
+@pytest.mark.parametrize("address", ["hf://datasets/states", "hf://datasets/states@main", "hf://datasets/", "hf://me"])
+def test_an_address_without_an_owner_is_no_repository_of_another_kind(address: str) -> None:
+    with pytest.raises(ConfigError, match="expected hf://datasets/OWNER/NAME") as caught:
+        open_remote(address)
+    assert caught.value.kind == "address-invalid"
