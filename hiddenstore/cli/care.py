@@ -317,12 +317,12 @@ def _show_repair(document: Mapping[str, Any]) -> None:
 
 
 def _repair_row(unit: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    why = "its commit record cannot be read"
     if unit["forget"]:
-        return unit["unit"], "record", "–", "its commit record cannot be read"
-    if unit["source"] is not None:
-        return unit["unit"], count(len(unit["dropped"])), count(unit["kept"]), "its commit record cannot be read"
-    why = next(iter(unit["dropped"].values()), "damaged beside its samples")
-    return unit["unit"], count(len(unit["dropped"])), count(unit["kept"]), _SEGMENT_PATH.sub("", why)
+        return unit["unit"], "record", "–", why
+    if unit["source"] is None:
+        why = _SEGMENT_PATH.sub("", next(iter(unit["dropped"].values()), "damaged beside its samples"))
+    return unit["unit"], count(len(unit["dropped"])), count(unit["kept"]), why
 
 
 @click.command(epilog=examples("hiddenstore gc my-store", "hiddenstore gc my-store --older-than 7d -y"))
@@ -354,6 +354,10 @@ def gc(store: str, older_than: str, abandoned: bool, yes: bool) -> None:
 def _show_sweep(document: Mapping[str, Any]) -> None:
     """What goes, and what is too young to."""
     out, remove = output(), document["remove"]
+
+    def total(items: Sequence[Mapping[str, Any]]) -> str:
+        return size(sum(item["size_bytes"] for item in items))
+
     if remove:
         rows = ((size(item["size_bytes"]), seconds(item["age_s"]), item["reason"], item["path"]) for item in remove)
         out.table((">size", ">age", "reason", "path"), rows)
@@ -361,21 +365,18 @@ def _show_sweep(document: Mapping[str, Any]) -> None:
         out.print(f"{size(document['bytes'])} in {plural(len(remove), 'place')} {done}")
     else:
         out.well(f"{document['path']}: nothing to sweep")
-    given_up = [item for item in remove if item["reason"] == "unfinished"]
-    if given_up:
+    if given_up := [item for item in remove if item["reason"] == "unfinished"]:
         verb = "was" if document["done"] else "would be"
-        text = (
-            f"{size(sum(item['size_bytes'] for item in given_up))} of them {verb} given up: no record names them yet, "
-            "and a writer that was stopped could have; the same collect captures those units again"
+        out.warn(
+            f"{total(given_up)} of them {verb} given up: no record names them yet, and a writer that was stopped could "
+            "have; the same collect captures those units again"
         )
-        out.warn(text)
-    if document["unfinished"]:
-        kept = size(sum(item["size_bytes"] for item in document["unfinished"]))
-        text = f"  {kept} more could still be committed by a writer that was stopped; --abandoned gives them up"
-        out.print(Text(text, style="dim"))
-    if document["wait"]:
-        young = size(sum(item["size_bytes"] for item in document["wait"]))
-        out.print(Text(f"  {young} more are too young: a writer may still be at work", style="dim"))
+    for name, why in (
+        ("unfinished", "could still be committed by a writer that was stopped; --abandoned gives them up"),
+        ("wait", "are too young: a writer may still be at work"),
+    ):
+        if document[name]:
+            out.print(Text(f"  {total(document[name])} more {why}", style="dim"))
 
 
 def parse_age(text: str) -> float:
@@ -396,11 +397,7 @@ def doctor(folder: str) -> None:
     """
     checks = examine(folder)
     problems = [check for check in checks if check.status == "problem"]
-    document = {
-        "ok": not problems,
-        "folder": folder,
-        "checks": [asdict(check) for check in checks],
-    }
+    document = {"ok": not problems, "folder": folder, "checks": [asdict(check) for check in checks]}
     output().data(document, human=lambda: _show_machine(checks), quiet="\n".join(check.detail for check in problems))
     if problems:
         raise click.exceptions.Exit(_PROBLEM_EXIT)

@@ -112,10 +112,7 @@ class Output:
         self._show(Text.assemble(("✓ ", "green"), clean(text)), soft_wrap=is_piped(self.out))
 
     def table(
-        self,
-        columns: "Sequence[Column | str]",
-        rows: Iterable[Sequence[Any]],
-        parts: Sequence[Sequence[int]] = (),
+        self, columns: "Sequence[Column | str]", rows: Iterable[Sequence[Any]], parts: Sequence[Sequence[int]] = ()
     ) -> None:
         """Print a table to stdout; ``">name"`` aligns a column to the right. Files and pipes get every cell uncut.
         Where a terminal is too narrow for that and there are ``parts``, each is a table of the columns of these

@@ -217,10 +217,7 @@ class Extent:
 
 
 def advise_store(
-    store: Store,
-    limits: RecipeLimits,
-    advance: Callable[[], None] = lambda: None,
-    rebuilder: Rebuilder | None = None,
+    store: Store, limits: RecipeLimits, advance: Callable[[], None] = lambda: None, rebuilder: Rebuilder | None = None
 ) -> Advice:
     """Advice for a store, from its calibration slice, or from its own states where these are exact; with a
     ``rebuilder`` also of the recipe ``rebuilt``, where the store ``holds_its_slice``. Raises ConfigError:

@@ -302,9 +302,7 @@ def open_target(
         )
     if not path.exists() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
         raise NotFoundError(
-            f"target {name} does not exist",
-            kind=Kind.TARGET_MISSING,
-            hint="--target FOLDER, FILE.gguf or ORG/NAME",
+            f"target {name} does not exist", kind=Kind.TARGET_MISSING, hint="--target FOLDER, FILE.gguf or ORG/NAME"
         )
     if trust_remote_code:
         require_pinned(name, revision)

@@ -209,11 +209,7 @@ def _write_model(path: Path, reader: "GGUFReader", forms: Mapping[str, int], out
     with redirect_stderr(StringIO()):
         try:
             model, report = AutoModelForCausalLM.from_pretrained(
-                path.parent,
-                gguf_file=path.name,
-                dtype=torch.float32,
-                output_loading_info=True,
-                trust_remote_code=False,
+                path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
             )
         except Exception as error:  # transformers knows some architectures, and computes with any metadata
             raise _unreadable(path, f"cannot be read by transformers: {_reason(error)}") from error
