@@ -60,6 +60,7 @@ _OS_KINDS = {
     errno.EEXIST: Kind.PATH_INVALID,
     errno.EISDIR: Kind.PATH_INVALID,
     errno.ENAMETOOLONG: Kind.PATH_INVALID,
+    errno.ELOOP: Kind.PATH_INVALID,
 }
 
 ENTRY_POINT_GROUP = "hiddenstore.commands"

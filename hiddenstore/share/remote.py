@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
+from hiddenstore.files.damage import drop_caches
 from hiddenstore.files.layout import STORE_JSON
 from hiddenstore.fs.seam import Filesystem, is_inside, storage_error
 
@@ -129,7 +130,7 @@ class StorageRemote:
                 self._fs.remove_tree(_BEGUN)
 
     def size(self, path: str) -> int | None:
-        self._fs.drop_cache(path)
+        drop_caches(self._fs, [path])
         return self._fs.size(path)
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:

@@ -60,6 +60,15 @@ def test_what_is_done_is_one_line_of_a_pipe_however_long_the_path(tmp_path: Path
         assert len(said[0]) > 120
 
 
+@pytest.mark.parametrize("command", ["verify", "repair", "gc"])
+def test_what_is_done_to_all_of_a_store_is_not_done_to_a_snapshot(tmp_path: Path, command: str) -> None:
+    store = make_store(tmp_path, samples=4)
+    store.save_snapshot("one")
+    result = run(command, f"{store.path}@one")
+    assert result.exit_code == 2
+    assert f"fix: the same command with {store.path}\n" in result.stderr
+
+
 def test_verify_of_no_samples_looked_at_all_of_them(tmp_path: Path) -> None:
     store = create_store(tmp_path / "store", capture_spec(), HEAD, "safe", target_files())
     assert "the states of 0 samples mean what the store says" in run("verify", store.path, "--meaning").stdout

@@ -132,6 +132,15 @@ def test_a_drafter_with_a_name_that_no_pull_takes_is_not_pushed_and_the_name_is_
     assert hub.repos == {}
 
 
+def test_a_folder_without_anything_that_was_pushed_is_said_to_be_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "place").mkdir()
+    assert run("pull", str(tmp_path / "place"), str(tmp_path / "here")) == 2
+    assert "place holds no SHA256SUMS: nothing was pushed there" in capsys.readouterr().err
+    assert not (tmp_path / "here").exists()
+
+
 @pytest.mark.parametrize("address", ["hf://datasets/states", "hf://datasets/states@main", "hf://datasets/", "hf://me"])
 def test_an_address_without_an_owner_is_no_repository_of_another_kind(address: str) -> None:
     with pytest.raises(ConfigError, match="expected hf://datasets/OWNER/NAME") as caught:
