@@ -18,7 +18,18 @@ from hiddenstore.files.layout import COMMITS_DIR, INDEX_DIR, SNAPSHOTS_DIR, STOR
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import make_folder, replace_file, sweep_killed
 from hiddenstore.fs.seam import TEMP_PREFIX, storage_errors
-from hiddenstore.share.remote import CARD, PIECE_BYTES, SUMS, Advance, Begin, Remote, parse_sums, read_sums, sums_text
+from hiddenstore.share.remote import (
+    CARD,
+    PIECE_BYTES,
+    SUMS,
+    Advance,
+    Begin,
+    Remote,
+    lost_units,
+    parse_sums,
+    read_sums,
+    sums_text,
+)
 from hiddenstore.threads import Threads
 
 PARALLEL = 4
@@ -123,8 +134,9 @@ def _require_same(out: Path, digests: Mapping[str, str]) -> dict[str, str]:
     if not (out / SUMS).is_file():
         raise ConflictError(f"{out} exists already, and no pull made it", kind=Kind.OUTPUT_EXISTS, hint="another DEST")
     before = parse_sums((out / SUMS).read_bytes(), str(out / SUMS))
-    if before.get(STORE_JSON) != digests.get(STORE_JSON):
-        raise ConflictError(f"another store was pulled to {out}", kind=Kind.OUTPUT_EXISTS, hint="another DEST")
+    if before.get(STORE_JSON) != digests.get(STORE_JSON) or lost_units(before, digests):
+        message = f"another store was pulled to {out}, or a later push of this one"
+        raise ConflictError(message, kind=Kind.OUTPUT_EXISTS, hint="another DEST")
     return before
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hiddenstore.care.copy import Copy, open_copy
-from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, StorageError
+from hiddenstore.console.text import plural
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.files import layout
 from hiddenstore.files.digests import digest_for, mismatch
 from hiddenstore.fs import is_address
@@ -20,7 +21,18 @@ from hiddenstore.fs.seam import is_inside, storage_errors
 from hiddenstore.index.file import live_indexes
 from hiddenstore.inspect.samples import Test
 from hiddenstore.share.hub import HubRemote, require_limits
-from hiddenstore.share.remote import CARD, PIECE_BYTES, SUMS, Advance, Begin, LocalFile, Remote, sums_text
+from hiddenstore.share.remote import (
+    CARD,
+    PIECE_BYTES,
+    SUMS,
+    Advance,
+    Begin,
+    LocalFile,
+    Remote,
+    lost_units,
+    read_sums,
+    sums_text,
+)
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import SLICE_PATH, slice_document
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile
@@ -178,11 +190,25 @@ def _push(
             hint=f"another name; or, where it holds what was pushed of this store before, hiddenstore pull "
             f"{remote.address} PUSHED and push again with --staging PUSHED",
         )
+    if lost := lost_units(_pushed_before(remote), digests):
+        raise ConflictError(
+            f"{remote.address} holds another store: {plural(len(lost), 'unit')} of it, such as {lost[0]}, are not in "
+            f"{root}, and would be lost",
+            kind=Kind.OUTPUT_EXISTS,
+            hint="another name",
+        )
     remote.begin(digests, public)
     missing = [file for file in files if known.get(file.path) != file.sha256]
     sent = sum(file.size for file in missing)
     remote.put(missing, begin("push", sent))
     return PushReport(len(files), sum(file.size for file in files), len(missing), sent)
+
+
+def _pushed_before(remote: Remote) -> dict[str, str]:
+    try:
+        return read_sums(remote)
+    except NotFoundError:
+        return {}  # there is no such repository yet
 
 
 def _of_bytes(path: str, data: bytes) -> LocalFile:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.files.damage import drop_caches
-from hiddenstore.files.layout import STORE_JSON
+from hiddenstore.files.layout import COMMITS_DIR, STORE_JSON, parse_commits
 from hiddenstore.fs.seam import Filesystem, is_inside, storage_error
 
 SUMS, CARD = "SHA256SUMS", "README.md"
@@ -84,6 +84,18 @@ def read_sums(remote: Remote) -> dict[str, str]:
     """What was pushed to ``remote``; nothing where no push was finished."""
     size = remote.size(SUMS)
     return {} if size is None else parse_sums(remote.read_range(SUMS, 0, size), f"{remote.address}/{SUMS}")
+
+
+def lost_units(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """Units of a store that one push names and a later one does not: it is of another store, as a store keeps its
+    units. Their ``store.json`` says what was captured, not of which text, so that it may be the same."""
+
+    def units(sums: Mapping[str, str]) -> set[str]:
+        start = f"{COMMITS_DIR}/"
+        records = (path.removeprefix(start) for path in sums if path.startswith(start))
+        return {unit for unit, _, _ in parse_commits(records)}
+
+    return sorted(units(before) - units(after))
 
 
 class StorageRemote:
