@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Protocol
 
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
-from hiddenstore.files.damage import drop_caches
 from hiddenstore.files.layout import COMMITS_DIR, STORE_JSON, parse_commits
 from hiddenstore.fs.seam import Filesystem, is_inside, storage_error
 
@@ -142,7 +141,8 @@ class StorageRemote:
                 self._fs.remove_tree(_BEGUN)
 
     def size(self, path: str) -> int | None:
-        drop_caches(self._fs, [path])
+        with suppress(NotFoundError):
+            self._fs.drop_cache(path)
         return self._fs.size(path)
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
