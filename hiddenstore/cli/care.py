@@ -60,6 +60,8 @@ def verify(store: str, full: bool, meaning: bool, stock: bool, share: float | No
     """
     from hiddenstore.verify import verify as run_verify
 
+    if share is not None and not meaning:
+        raise click.UsageError("--share is for --meaning, which was not asked for")
     depth: Any = "meaning" if meaning else "bytes" if full else "structure"
     with ExitStack() as shown:
 

@@ -3,6 +3,7 @@
 Shapes: L aux layers, T tokens of the slice, R final rows, D target width, V vocabulary.
 """
 
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -225,7 +226,8 @@ def advise_store(
     extent = Extent.of(store)
     if not extent.tokens:
         problem = f"{store.path} holds no sample yet"
-        raise ConfigError(problem, kind=Kind.STORE_EMPTY, hint=f"hiddenstore collect DATA -o {store.path} --target T")
+        hint = f"hiddenstore collect DATA -o {shlex.quote(store.path)} --target T"
+        raise ConfigError(problem, kind=Kind.STORE_EMPTY, hint=hint)
     head = store.head(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     states, rebuilding = raw_slice(store), None
     if rebuilder is not None and holds_its_slice(store):

@@ -6,6 +6,7 @@
 import fcntl
 import hashlib
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -76,7 +77,7 @@ def pull(remote: Remote, out: Path, begin: Begin) -> PullReport:
         raise NotFoundError(
             f"{remote.address} holds no {absent}: nothing was pushed there, or the push has not come to its end",
             kind=Kind.PUSH_UNFINISHED,
-            hint=f"hiddenstore push SOURCE {remote.address}   (the same command goes on)",
+            hint=f"hiddenstore push SOURCE {shlex.quote(remote.address)}   (the same command goes on)",
         )
     files = [_File(path, sizes[path] or 0, digest, out / path) for path, digest in digests.items()]
     total = sum(file.size for file in files)

@@ -8,6 +8,7 @@ not know, and rules that split text before the merges, which it takes to be GPT-
 import hashlib
 import json
 import os
+import shlex
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import redirect_stderr
@@ -63,10 +64,8 @@ def target_folder(name: str) -> str:
     if path.is_dir() and not (path / "config.json").exists():
         files = sorted(file for file in path.iterdir() if _is_gguf(file))
         if len(files) > 1:
-            names = ", ".join(file.name for file in files)
-            raise ConfigError(
-                f"{name} holds several GGUF files: {names}", kind=Kind.TARGET_UNREADABLE, hint=f"--target {files[0]}"
-            )
+            names, hint = ", ".join(file.name for file in files), f"--target {shlex.quote(str(files[0]))}"
+            raise ConfigError(f"{name} holds several GGUF files: {names}", kind=Kind.TARGET_UNREADABLE, hint=hint)
         path = files[0] if files else path
     if not _is_gguf(path) or path.is_dir():
         return name
@@ -172,7 +171,8 @@ def _require_whole(path: Path, reader: "GGUFReader", forms: Mapping[str, int]) -
     from gguf import dequantize
 
     if _field(reader, "split.count", 0) not in (0, 1):
-        raise _unreadable(path, "is one part of a split file", f"llama-gguf-split --merge {path} whole.gguf")
+        merge = f"llama-gguf-split --merge {shlex.quote(str(path))} whole.gguf"
+        raise _unreadable(path, "is one part of a split file", merge)
     for form in forms:
         tensor = next(tensor for tensor in reader.tensors if tensor.tensor_type.name == form)
         try:

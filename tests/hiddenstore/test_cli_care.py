@@ -69,6 +69,12 @@ def test_what_is_done_to_all_of_a_store_is_not_done_to_a_snapshot(tmp_path: Path
     assert f"fix: the same command with {store.path}\n" in result.stderr
 
 
+def test_a_share_of_what_is_not_looked_at_is_a_usage_error(tmp_path: Path) -> None:
+    result = run("verify", make_store(tmp_path, samples=4).path, "--full", "--share", "0.5")
+    assert result.exit_code == 2
+    assert "--share is for --meaning" in result.stderr
+
+
 def test_verify_of_no_samples_looked_at_all_of_them(tmp_path: Path) -> None:
     store = create_store(tmp_path / "store", capture_spec(), HEAD, "safe", target_files())
     assert "the states of 0 samples mean what the store says" in run("verify", store.path, "--meaning").stdout

@@ -165,13 +165,14 @@ def test_a_cache_that_cannot_be_written_is_said_with_what_helps(
 
 
 def test_a_folder_with_one_file_is_that_file_and_with_two_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "models"
+    folder = tmp_path / "my models"
     folder.mkdir()
     write_gguf(folder / "small.gguf")
     assert open_target(str(folder)).label == "small"
     (folder / "second.gguf").write_bytes((folder / "small.gguf").read_bytes())
-    with pytest.raises(ConfigError, match=r"several GGUF files: second.gguf, small.gguf"):
+    with pytest.raises(ConfigError, match=r"several GGUF files: second.gguf, small.gguf") as caught:
         target_folder(str(folder))
+    assert caught.value.hint == f"--target '{folder}/second.gguf'"
 
 
 def test_the_ending_of_a_file_may_be_in_capitals(tmp_path: Path) -> None:
