@@ -134,11 +134,22 @@ def _require_same(out: Path, digests: Mapping[str, str]) -> dict[str, str]:
         return {}
     if not (out / SUMS).is_file():
         raise ConflictError(f"{out} exists already, and no pull made it", kind=Kind.OUTPUT_EXISTS, hint="another DEST")
-    before = parse_sums((out / SUMS).read_bytes(), str(out / SUMS))
+    before = _sums_here(out)
     if before.get(STORE_JSON) != digests.get(STORE_JSON) or lost_units(before, digests):
         message = f"another store was pulled to {out}, or a later push of this one"
         raise ConflictError(message, kind=Kind.OUTPUT_EXISTS, hint="another DEST")
     return before
+
+
+def _sums_here(out: Path) -> dict[str, str]:
+    """What an earlier pull brought. Raises CorruptionError: its list is damaged, and no store is there that says it."""
+    try:
+        return parse_sums((out / SUMS).read_bytes(), str(out / SUMS))
+    except CorruptionError:
+        if not (out / STORE_JSON).is_file():
+            raise
+        records = [f"{COMMITS_DIR}/{path.name}" for path in (out / COMMITS_DIR).iterdir()]
+        return {STORE_JSON: _sha256(out / STORE_JSON), **dict.fromkeys(records, "")}
 
 
 def _left_behind(out: Path, older: Mapping[str, str], digests: Mapping[str, str]) -> list[str]:

@@ -10,7 +10,7 @@ from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.share.hub import open_remote
 from hiddenstore.share.pull import pull
 from hiddenstore.share.push import push_store
-from hiddenstore.share.remote import Remote, StorageRemote
+from hiddenstore.share.remote import SUMS, Remote, StorageRemote
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from hiddenstore.testing.workload import contents
@@ -58,6 +58,22 @@ def test_a_store_of_the_same_capture_and_other_text_takes_nobody_s_place(remote:
     with pytest.raises(ConflictError, match="another store was pulled to"):
         pull(elsewhere, tmp_path / "here", silent)  # type: ignore[arg-type]
     assert tree(tmp_path / "here") == before
+
+
+def test_a_list_of_sums_that_is_damaged_here_comes_again_and_opens_the_folder_to_no_other_store(
+    remote: Remote, tmp_path: Path
+) -> None:
+    one, other, here = made(tmp_path / "one", 12), made(tmp_path / "other", 5), tmp_path / "here"
+    push(one, remote)
+    pull(remote, here, silent)  # type: ignore[arg-type]
+    whole = tree(here)
+    (here / SUMS).write_bytes((here / SUMS).read_bytes().replace(b"  ", b" ", 1))
+    elsewhere = StorageRemote(LocalFilesystem(tmp_path / "elsewhere"))
+    push(other, elsewhere)
+    with pytest.raises(ConflictError, match="another store was pulled to"):
+        pull(elsewhere, here, silent)  # type: ignore[arg-type]
+    assert pull(remote, here, silent).bytes_read == 0  # type: ignore[arg-type]
+    assert tree(here) == whole
 
 
 def test_a_store_that_was_repaired_and_has_grown_is_the_same_one(remote: Remote, tmp_path: Path) -> None:
