@@ -11,7 +11,7 @@ import click
 from rich.padding import Padding
 from rich.text import Text
 
-from hiddenstore.cli.words import STORE, WHOLE_STORE, FiniteRange, Name, layers_option, open_store, same_target_option
+from hiddenstore.cli.words import STORE, STORE_NOW, FiniteRange, Name, layers_option, open_store, same_target_option
 from hiddenstore.codecs.recipes import RECIPE_HELP, RECIPES, get_recipe
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.progress import Progress
@@ -41,7 +41,7 @@ _yes = click.option("-y", "--yes", is_flag=True, help="Do it; without this the p
 
 
 @click.command(epilog=examples("hiddenstore verify my-store", "hiddenstore verify my-store --full --meaning --json"))
-@click.argument("store", type=WHOLE_STORE)
+@click.argument("store", type=STORE_NOW)
 @click.option("--full", is_flag=True, help="Read every byte and check every digest.")
 @click.option(
     "--meaning", is_flag=True, help="Check that the states are those of these tokens, layers and this target."
@@ -270,7 +270,7 @@ def _show_copy(document: Mapping[str, Any]) -> None:
 
 
 @click.command(epilog=examples("hiddenstore repair my-store", "hiddenstore repair my-store -y"))
-@click.argument("store", type=WHOLE_STORE)
+@click.argument("store", type=STORE_NOW)
 @_yes
 @click.option(
     "--accept-loss",
@@ -328,7 +328,7 @@ def _repair_row(unit: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 
 @click.command(epilog=examples("hiddenstore gc my-store", "hiddenstore gc my-store --older-than 7d -y"))
-@click.argument("store", type=WHOLE_STORE)
+@click.argument("store", type=STORE_NOW)
 @click.option(
     "--older-than", default="24h", show_default=True, metavar="AGE", help="Spare what is younger: 30m, 12h, 7d."
 )

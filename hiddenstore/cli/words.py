@@ -76,7 +76,7 @@ def _require_store(text: str) -> None:
         raise missing("store", fs.root)
 
 
-def _require_whole_store(text: str) -> None:
+def _require_no_snapshot(text: str) -> None:
     path, snapshot = split_snapshot(text)
     if snapshot is not None:
         problem = f"{text} names a snapshot, and this command is of all of a store"
@@ -100,7 +100,7 @@ def _require_run(path: str) -> None:
 
 
 STORE, DATA, RUN = Place(_require_store), Place(_require_data), Place(_require_run)
-WHOLE_STORE = Place(_require_whole_store)
+STORE_NOW = Place(_require_no_snapshot)
 
 same_target_option = click.option(
     "--same-target", is_flag=True, help="Take a cast copy of the target, if the stored layer profile is also its own."

@@ -160,12 +160,12 @@ def _left_behind(out: Path, older: Mapping[str, str], digests: Mapping[str, str]
 
 def _taken_apart(files: Sequence[_File], missing: Sequence[_File], advance: Advance) -> list[_File]:
     """What makes a drafter of the folder goes, to come last of all: half of another one is none."""
-    own = [file for file in files if file.path == DRAFTER_JSON]
-    for file in own:
+    makers = [file for file in files if file.path == DRAFTER_JSON]
+    for file in makers:
         file.out.unlink(missing_ok=True)
-    there = [file for file in own if file not in missing]
-    advance(-sum(file.size for file in there))
-    return there
+    again = [file for file in makers if file not in missing]
+    advance(-sum(file.size for file in again))
+    return again
 
 
 def _sha256(path: Path) -> str:

@@ -190,9 +190,9 @@ def _push(
             hint=f"another name; or, where it holds what was pushed of this store before, hiddenstore pull "
             f"{remote.address} PUSHED and push again with --staging PUSHED",
         )
-    if lost := lost_units(_pushed_before(remote), digests):
+    if units := lost_units(_pushed_before(remote), digests):
         raise ConflictError(
-            f"{remote.address} holds another store: {plural(len(lost), 'unit')} of it, such as {lost[0]}, are not in "
+            f"{remote.address} holds another store: {plural(len(units), 'unit')} of it, such as {units[0]}, are not in "
             f"{root}, and would be lost",
             kind=Kind.OUTPUT_EXISTS,
             hint="another name",
