@@ -32,7 +32,7 @@ from hiddenstore.files.documents import load, seal, sha256_hex
 from hiddenstore.files.layout import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem, is_inside
-from hiddenstore.index.catalog import Catalog, Records, make_snapshot, read_catalog, read_frozen
+from hiddenstore.index.catalog import Catalog, Records, make_snapshot, read_catalog, read_frozen, saved_snapshots
 from hiddenstore.records import Record, facts_table
 from hiddenstore.registry import Registry
 from hiddenstore.segments import CONTAINERS
@@ -383,7 +383,7 @@ class Store:
         try:
             with self.fs.local_copy(layout.TARGET_DIR, without=".safetensors") as folder:
                 return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # its files may hold anything
             raise_refusal(error, f"{self.path}/{layout.TARGET_DIR}")
             raise ConfigError(
                 f"the tokenizer in {self.path}/{layout.TARGET_DIR} cannot be loaded: {error}",
@@ -551,10 +551,8 @@ def load_snapshot(fs: Filesystem, name: str) -> Snapshot:
     """A saved snapshot; NotFoundError ``snapshot-missing``."""
     path = layout.snapshot_path(name)
     if fs.size(path) is None:
-        saved = [entry.removesuffix(".json") for entry in fs.list(layout.SNAPSHOTS_DIR)]
-        raise NotFoundError(
-            f"{fs.root} has no snapshot {name!r}; it has {', '.join(saved) or 'none'}", kind=Kind.SNAPSHOT_MISSING
-        )
+        saved = ", ".join(saved_snapshots(fs)) or "none"
+        raise NotFoundError(f"{fs.root} has no snapshot {name!r}; it has {saved}", kind=Kind.SNAPSHOT_MISSING)
     snapshot = load(fs, path, Snapshot)
     if snapshot.name != name:
         raise CorruptionError(

@@ -17,7 +17,7 @@ from hiddenstore.files.damage import reading_only, twice
 from hiddenstore.files.layout import missing
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.seam import Filesystem
-from hiddenstore.index.catalog import read_replaced
+from hiddenstore.index.catalog import read_replaced, saved_snapshots
 from hiddenstore.index.file import live_indexes
 from hiddenstore.store import Store, load_snapshot
 from hiddenstore.targets.calibration import SLICE_PATH, slice_bytes, slice_document
@@ -224,9 +224,8 @@ def _readers(store: Store) -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"{layout.TARGET_DIR}/{file.path}", partial(store.target_file, file.path)
     for digest, registered in store.inputs().items():
         yield layout.input_path(digest), registered.unit_samples
-    for name in fs.list(layout.SNAPSHOTS_DIR):
-        if name.endswith(".json"):
-            yield f"{layout.SNAPSHOTS_DIR}/{name}", partial(_read_snapshot, store, name.removesuffix(".json"))
+    for name in saved_snapshots(fs):
+        yield layout.snapshot_path(name), partial(_read_snapshot, store, name)
     yield from rarely_read_documents(fs)
     yield SLICE_PATH, partial(_read_slice, fs)
     with suppress(CorruptionError):

@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TextIO, cast
 import click
 
 from hiddenstore.console.output import Output
-from hiddenstore.doctor import PACKAGES, check_packages
+from hiddenstore.doctor import PACKAGES, check_packages, version_of
 from hiddenstore.errors import ConfigError, HiddenstoreError, InterruptError, Kind, NotFoundError, StorageError
 from hiddenstore.process import is_out_of_memory
 
@@ -60,6 +60,7 @@ _OS_KINDS = {
     errno.EEXIST: Kind.PATH_INVALID,
     errno.EISDIR: Kind.PATH_INVALID,
     errno.ENAMETOOLONG: Kind.PATH_INVALID,
+    errno.ELOOP: Kind.PATH_INVALID,
 }
 
 ENTRY_POINT_GROUP = "hiddenstore.commands"
@@ -280,8 +281,6 @@ def _run(click_main: Any, arguments: list[str], *rest: Any, **extra: Any) -> int
         problem, cause = as_hiddenstore_error(error, arguments), error
     printer.error(problem)
     if printer.verbose:
-        import traceback
-
         click.echo("".join(traceback.format_exception(cause)), err=True, nl=False)
     return problem.exit_code
 
@@ -431,7 +430,9 @@ def _bug(error: Exception, arguments: Sequence[str]) -> HiddenstoreError:
 
 def write_crash_log(error: BaseException, arguments: Sequence[str]) -> Path:
     """Write the traceback and the versions of this machine to a new file in the temporary folder; its path."""
-    versions = [f"{name} {_version(name)}" for name in ("hiddenstore", "torch", "transformers", "zarr", "numpy")]
+    versions = [
+        f"{name} {version_of(name) or 'absent'}" for name in ("hiddenstore", "torch", "transformers", "zarr", "numpy")
+    ]
     lines = [
         f"hiddenstore {' '.join(arguments)}",
         f"python {platform.python_version()} on {platform.platform()}; {', '.join(versions)}",
@@ -442,12 +443,3 @@ def write_crash_log(error: BaseException, arguments: Sequence[str]) -> Path:
     with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as log:
         log.write("\n".join(lines))
     return Path(path)
-
-
-def _version(name: str) -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "absent"

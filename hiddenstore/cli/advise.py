@@ -138,11 +138,7 @@ def _show(advice: "Advice", bytes_raw: float, refused: Sequence[str]) -> None:
 
 
 def _paired(
-    store: "Store",
-    recipes: Sequence[str],
-    seeds: Sequence[int],
-    settings: Sequence[str],
-    options: Mapping[str, Any],
+    store: "Store", recipes: Sequence[str], seeds: Sequence[int], settings: Sequence[str], options: Mapping[str, Any]
 ) -> "list[PairedRow]":
     given = {name: value for name, value in options.items() if value is not None}
     measure = _hook()
@@ -156,7 +152,6 @@ def _paired(
 
 
 def _hook() -> "Callable[..., list[PairedRow]]":
-
     points = [point for point in metadata.entry_points(group=HOOKS) if point.name == PAIRED]
     if not points:
         raise NotFoundError(

@@ -11,11 +11,11 @@ import click
 from rich.padding import Padding
 from rich.text import Text
 
-from hiddenstore.cli.words import STORE, FiniteRange, Name, layers_option, open_store, same_target_option
+from hiddenstore.cli.words import STORE, STORE_NOW, FiniteRange, Name, layers_option, open_store, same_target_option
 from hiddenstore.codecs.recipes import RECIPE_HELP, RECIPES, get_recipe
-from hiddenstore.console.output import common_options, examples, is_piped, output
+from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.progress import Progress
-from hiddenstore.console.text import Column, clean, clean_line, count, percent, plural, seconds, size
+from hiddenstore.console.text import Column, clean, clean_line, count, plural, seconds, size
 from hiddenstore.doctor.machine import examine
 from hiddenstore.errors import ConfigError, InterruptError, Kind
 from hiddenstore.files.layout import TARGET_DIR
@@ -41,7 +41,7 @@ _yes = click.option("-y", "--yes", is_flag=True, help="Do it; without this the p
 
 
 @click.command(epilog=examples("hiddenstore verify my-store", "hiddenstore verify my-store --full --meaning --json"))
-@click.argument("store", type=STORE)
+@click.argument("store", type=STORE_NOW)
 @click.option("--full", is_flag=True, help="Read every byte and check every digest.")
 @click.option(
     "--meaning", is_flag=True, help="Check that the states are those of these tokens, layers and this target."
@@ -60,6 +60,8 @@ def verify(store: str, full: bool, meaning: bool, stock: bool, share: float | No
     """
     from hiddenstore.verify import verify as run_verify
 
+    if share is not None and not meaning:
+        raise click.UsageError("--share is for --meaning, which was not asked for")
     depth: Any = "meaning" if meaning else "bytes" if full else "structure"
     with ExitStack() as shown:
 
@@ -68,7 +70,7 @@ def verify(store: str, full: bool, meaning: bool, stock: bool, share: float | No
             return shown.enter_context(Progress(label, total, unit)).advance
 
         report = run_verify(store, depth, share, also_bytes=full, also_stock=stock, begin=begin)
-    document = {"path": store, **report.to_json(), "full": full or depth == "bytes"}
+    document = {"path": store, **report.to_json(), "full": full}
     output().data(document, human=lambda: _show_findings(document), quiet="")
     if not report.ok:
         output().hint(*_remedy(store, report))
@@ -115,18 +117,12 @@ def _show_findings(document: Mapping[str, Any]) -> None:
         if document["stock_samples"]:
             words.append(f"stock software reads the same of {plural(document['stock_samples'], 'sample')}")
         if document["depth"] == "meaning":
-            of_all = "" if document["sample_share"] == 1 else f" ({percent(document['sample_share'])}; --share 1: all)"
             samples = plural(document["samples_checked"], "sample")
+            of_all = "" if document["sample_share"] == 1 else f" of {count(document['samples'])} (--share 1: all)"
             words.append(f"the states of {samples}{of_all} mean what the store says")
-        _well(f"{document['path']}: {', '.join(words)}")
+        out.well(f"{document['path']}: {', '.join(words)}")
     for group in _grouped(document["notes"], lambda _: ""):
         _show_group(group, "!", "yellow")
-
-
-def _well(text: str) -> None:
-    """One line in a file or pipe, so that it can be grepped."""
-    out = output().out
-    out.print(Text.assemble(("✓ ", "green"), text), soft_wrap=is_piped(out))
 
 
 def _place(finding: Mapping[str, Any]) -> str:
@@ -268,13 +264,13 @@ def _show_copy(document: Mapping[str, Any]) -> None:
             how = "byte for byte"
         numbers = f"{plural(document['samples'], 'sample')} in {plural(document['units'], 'unit')}"
         text = f"{numbers}, {how}, {size(document['bytes_written'])} written"
-    output().print(Text.assemble(("✓ ", "green"), f"{document['destination']}: {text}"))
+    output().well(f"{document['destination']}: {text}")
     if document["units_there_already"]:
         output().print(f"  {count(document['units_there_already'])} were there already")
 
 
 @click.command(epilog=examples("hiddenstore repair my-store", "hiddenstore repair my-store -y"))
-@click.argument("store", type=STORE)
+@click.argument("store", type=STORE_NOW)
 @_yes
 @click.option(
     "--accept-loss",
@@ -309,7 +305,7 @@ def _show_repair(document: Mapping[str, Any]) -> None:
     """What repair drops and keeps, unit by unit, and what it sets aside."""
     out, units, aside = output(), document["units"], document["aside"]
     if not units and not aside:
-        out.print(Text.assemble(("✓ ", "green"), f"{document['path']}: nothing to repair"))
+        out.well(f"{document['path']}: nothing to repair")
     verb, later = ("", "") if document["done"] else ("would be ", "; nothing has changed yet")
     if units:
         columns = ("unit", ">dropped", ">kept", Column("why", wide=True))
@@ -323,16 +319,16 @@ def _show_repair(document: Mapping[str, Any]) -> None:
 
 
 def _repair_row(unit: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    why = "its commit record cannot be read"
     if unit["forget"]:
-        return unit["unit"], "record", "–", "its commit record cannot be read"
-    if unit["source"] is not None:
-        return unit["unit"], count(len(unit["dropped"])), count(unit["kept"]), "its commit record cannot be read"
-    why = next(iter(unit["dropped"].values()), "damaged beside its samples")
-    return unit["unit"], count(len(unit["dropped"])), count(unit["kept"]), _SEGMENT_PATH.sub("", why)
+        return unit["unit"], "record", "–", why
+    if unit["source"] is None:
+        why = _SEGMENT_PATH.sub("", next(iter(unit["dropped"].values()), "damaged beside its samples"))
+    return unit["unit"], count(len(unit["dropped"])), count(unit["kept"]), why
 
 
 @click.command(epilog=examples("hiddenstore gc my-store", "hiddenstore gc my-store --older-than 7d -y"))
-@click.argument("store", type=STORE)
+@click.argument("store", type=STORE_NOW)
 @click.option(
     "--older-than", default="24h", show_default=True, metavar="AGE", help="Spare what is younger: 30m, 12h, 7d."
 )
@@ -360,28 +356,29 @@ def gc(store: str, older_than: str, abandoned: bool, yes: bool) -> None:
 def _show_sweep(document: Mapping[str, Any]) -> None:
     """What goes, and what is too young to."""
     out, remove = output(), document["remove"]
+
+    def total(items: Sequence[Mapping[str, Any]]) -> str:
+        return size(sum(item["size_bytes"] for item in items))
+
     if remove:
         rows = ((size(item["size_bytes"]), seconds(item["age_s"]), item["reason"], item["path"]) for item in remove)
         out.table((">size", ">age", "reason", "path"), rows)
         done = "removed" if document["done"] else "would be removed; nothing has changed yet"
         out.print(f"{size(document['bytes'])} in {plural(len(remove), 'place')} {done}")
     else:
-        out.print(Text.assemble(("✓ ", "green"), f"{document['path']}: nothing to sweep"))
-    given_up = [item for item in remove if item["reason"] == "unfinished"]
-    if given_up:
+        out.well(f"{document['path']}: nothing to sweep")
+    if given_up := [item for item in remove if item["reason"] == "unfinished"]:
         verb = "was" if document["done"] else "would be"
-        text = (
-            f"{size(sum(item['size_bytes'] for item in given_up))} of them {verb} given up: no record names them yet, "
-            "and a writer that was stopped could have; the same collect captures those units again"
+        out.warn(
+            f"{total(given_up)} of them {verb} given up: no record names them yet, and a writer that was stopped could "
+            "have; the same collect captures those units again"
         )
-        out.warn(text)
-    if document["unfinished"]:
-        kept = size(sum(item["size_bytes"] for item in document["unfinished"]))
-        text = f"  {kept} more could still be committed by a writer that was stopped; --abandoned gives them up"
-        out.print(Text(text, style="dim"))
-    if document["wait"]:
-        young = size(sum(item["size_bytes"] for item in document["wait"]))
-        out.print(Text(f"  {young} more are too young: a writer may still be at work", style="dim"))
+    for name, why in (
+        ("unfinished", "could still be committed by a writer that was stopped; --abandoned gives them up"),
+        ("wait", "are too young: a writer may still be at work"),
+    ):
+        if document[name]:
+            out.print(Text(f"  {total(document[name])} more {why}", style="dim"))
 
 
 def parse_age(text: str) -> float:
@@ -402,11 +399,7 @@ def doctor(folder: str) -> None:
     """
     checks = examine(folder)
     problems = [check for check in checks if check.status == "problem"]
-    document = {
-        "ok": not problems,
-        "folder": folder,
-        "checks": [asdict(check) for check in checks],
-    }
+    document = {"ok": not problems, "folder": folder, "checks": [asdict(check) for check in checks]}
     output().data(document, human=lambda: _show_machine(checks), quiet="\n".join(check.detail for check in problems))
     if problems:
         raise click.exceptions.Exit(_PROBLEM_EXIT)

@@ -5,7 +5,6 @@ from datetime import datetime
 from typing import Any
 
 import click
-from rich.text import Text
 
 from hiddenstore.cli.words import STORE, open_store, split_snapshot
 from hiddenstore.console.output import common_options, examples, output
@@ -125,7 +124,7 @@ def snapshot(store: str, name: str | None, remove: bool) -> None:
 def _show_snapshots(document: Mapping[str, Any]) -> None:
     if document["name"] is not None:
         done = "removed" if document["removed"] else "frozen"
-        output().print(Text.assemble(("✓ ", "green"), f"{document['path']}: {document['name']} {done}"))
+        output().well(f"{document['path']}: {document['name']} {done}")
         return
     output().table(
         ("when", Column("snapshot", wide=True), ">units", ">samples", ">tokens"),

@@ -9,7 +9,6 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.text import Text
 
 from hiddenstore.cli.care import copy_with_progress
 from hiddenstore.cli.words import layers_option, open_store, split_snapshot
@@ -79,19 +78,19 @@ def push(
     with ExitStack() as made:
         if is_store:
             store = _staged(open_store(source), remote, part)
-            text = text or store_card(store, address, measured, sample)
+            text = store_card(store, address, measured, sample) if text is None else text
             report = push_store(store, remote, text, public, _shown(made))
         else:
             files, others = drafter_files(Path(source))
             if others:
                 output().warn(f"{', '.join(others)}: no part of an exported drafter, and not pushed")
-            text = text or drafter_card(Path(source), files, address, measured)
+            text = drafter_card(Path(source), files, address, measured) if text is None else text
             report = push_drafter(Path(source), remote, text, public, _shown(made))
     kind = "store" if is_store else "drafter"
     document = {"source": source, "address": remote.address, "kind": kind, "sample": sample, **vars(report)}
     sent = f"{size(report.bytes_sent)} in {plural(report.files_sent, 'file')} sent"
     there = f", {size(report.bytes - report.bytes_sent)} there already" if report.bytes > report.bytes_sent else ""
-    output().data(document, human=Text.assemble(("✓ ", "green"), f"{remote.address}: {sent}{there}"), quiet="")
+    output().data(document, human=lambda: output().well(f"{remote.address}: {sent}{there}"), quiet="")
     output().hint("hiddenstore", "pull", remote.address, "DEST")
 
 
@@ -145,10 +144,12 @@ def pull(address: str, dest: str) -> None:
     Every file is compared with its sha256 while it comes. The same command again continues, or brings what was added.
     """
     from hiddenstore.share.hub import open_remote
+    from hiddenstore.share.pull import DRAFTER_JSON
     from hiddenstore.share.pull import pull as run_pull
+    from hiddenstore.targets.checkpoint import read_object
 
     if is_address(dest):
-        hint = f"hiddenstore pull {address} STORE && hiddenstore copy STORE {dest}"
+        hint = f"{shlex.join(['hiddenstore', 'pull', address])} STORE && hiddenstore copy STORE {shlex.quote(dest)}"
         raise ConfigError("pull writes to this machine's disk", kind=Kind.SCHEME_UNSUPPORTED, hint=hint)
     remote = open_remote(address)
     with ExitStack() as made:
@@ -156,14 +157,18 @@ def pull(address: str, dest: str) -> None:
     kind = kind_of(dest)
     if report.replaced:
         output().warn(f"{plural(len(report.replaced), 'file')} had other bytes and came again: {report.replaced[0]} …")
+    if report.removed:
+        output().warn(f"removed, as the drafter has them no more: {', '.join(report.removed)}")
     document = {"address": remote.address, "dest": dest, "kind": kind, **vars(report)}
     came = f"{size(report.bytes_read)} came, {plural(report.files, 'file')} as they were pushed"
-    output().data(document, human=Text.assemble(("✓ ", "green"), f"{dest}: {came}"), quiet="")
+    output().data(document, human=lambda: output().well(f"{dest}: {came}"), quiet="")
     if kind == "store":
         open_store(dest)
         output().hint("hiddenstore", "verify", dest, "--full")
     else:
-        output().hint("hiddenstore", "serve", dest, "--target", "TARGET", "--engine", "vllm")
+        about = Path(dest, DRAFTER_JSON)
+        engine = (read_object(about) or {}).get("engine") if about.is_file() else None
+        output().hint("hiddenstore", "serve", dest, "--target", "TARGET", "--engine", str(engine or "vllm"))
 
 
 def _read_card(path: str) -> str:

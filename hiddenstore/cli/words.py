@@ -18,6 +18,7 @@ from click.shell_completion import (
     add_completion_class,
 )
 
+from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.files.layout import DATA_JSON, STORE_JSON, kind_of, missing
 
 if TYPE_CHECKING:
@@ -75,6 +76,14 @@ def _require_store(text: str) -> None:
         raise missing("store", fs.root)
 
 
+def _require_no_snapshot(text: str) -> None:
+    path, snapshot = split_snapshot(text)
+    if snapshot is not None:
+        problem = f"{text} names a snapshot, and this command is of all of a store"
+        raise ConfigError(problem, kind=Kind.USAGE, hint=f"the same command with {path}")
+    _require_store(text)
+
+
 def _require_data(path: str) -> None:
     from hiddenstore.fs import is_address, open_filesystem
 
@@ -91,6 +100,7 @@ def _require_run(path: str) -> None:
 
 
 STORE, DATA, RUN = Place(_require_store), Place(_require_data), Place(_require_run)
+STORE_NOW = Place(_require_no_snapshot)
 
 same_target_option = click.option(
     "--same-target", is_flag=True, help="Take a cast copy of the target, if the stored layer profile is also its own."

@@ -105,11 +105,14 @@ class Output:
         text = isinstance(renderable, str)
         self._show(clean(renderable) if text else renderable, soft_wrap=text)
 
+    def well(self, text: str) -> None:
+        """``✓ text`` on stdout: one line in a file or pipe, so that it can be grepped."""
+        from rich.text import Text
+
+        self._show(Text.assemble(("✓ ", "green"), clean(text)), soft_wrap=is_piped(self.out))
+
     def table(
-        self,
-        columns: "Sequence[Column | str]",
-        rows: Iterable[Sequence[Any]],
-        parts: Sequence[Sequence[int]] = (),
+        self, columns: "Sequence[Column | str]", rows: Iterable[Sequence[Any]], parts: Sequence[Sequence[int]] = ()
     ) -> None:
         """Print a table to stdout; ``">name"`` aligns a column to the right. Files and pipes get every cell uncut.
         Where a terminal is too narrow for that and there are ``parts``, each is a table of the columns of these

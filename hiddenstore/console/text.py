@@ -132,9 +132,9 @@ def count(number: int) -> str:
 
 def amount(number: float) -> str:
     """``218_400_000`` → ``218.4 M``; three or four significant digits, exact below 10,000."""
-    for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(number) >= limit:
-            scale = 1e3 if suffix == "k" else limit
+    for scale, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        # What would be written as 1,000.0 of one is 1.0 of the next.
+        if abs(number) >= (1e4 if suffix == "k" else 0.99995 * scale):
             return f"{number / scale:,.1f} {suffix}"
     return f"{number:,.0f}" if float(number).is_integer() else f"{number:,.1f}"
 

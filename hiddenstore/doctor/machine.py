@@ -3,6 +3,7 @@ go to; others add to it by entry point ``hiddenstore.doctor``: functions that re
 
 import os
 import platform
+import shlex
 import shutil
 import tempfile
 import time
@@ -42,7 +43,7 @@ def _packages() -> DoctorCheck:
         return DoctorCheck("hiddenstore", "problem", f"{version} in {home}, but {', '.join(strangers)}", fix)
     if version is None:
         detail = f"run from {home}, not installed: no bounds of dependencies are known, some commands are missing"
-        return DoctorCheck("hiddenstore", "warning", detail, f"pip install -e {home}")
+        return DoctorCheck("hiddenstore", "warning", detail, shlex.join(["pip", "install", "-e", str(home)]))
     return DoctorCheck("hiddenstore", "ok", f"{version} · one install location, {home}")
 
 
@@ -88,7 +89,7 @@ def _zarr(version: str) -> DoctorCheck:
 def disk_checks(folder: Path) -> Iterator[DoctorCheck]:
     """The folder, how fast it writes, syncs and reads, and whether commits can be atomic there."""
     if not folder.is_dir():
-        yield DoctorCheck("folder", "problem", f"{folder} is no folder", f"mkdir -p {folder}")
+        yield DoctorCheck("folder", "problem", f"{folder} is no folder", shlex.join(["mkdir", "-p", str(folder)]))
         return
     free = shutil.disk_usage(folder).free
     kind = _filesystem_type(folder)

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -115,11 +116,12 @@ def export_samples(
     layer; ConflictError: ``out`` exists; StorageError: no room, or the disk refused."""
     samples = PeerSamples(store, layout, layers, missing_final)
     picked = samples.layers
-    rows = sorted(((entry.id, entry.split) for _, entry in store.entries), key=lambda row: row[1] == "validation")
+    entries = [entry for _, entry in store.entries]
+    rows = sorted(((entry.id, entry.split) for entry in entries), key=lambda row: row[1] == "validation")
     if not rows:
         raise ConfigError(f"{store.path} holds no samples", kind=Kind.STORE_EMPTY)
     refuse_existing_folder(out)
-    target, tokens = store.capture.target, sum(entry.tokens for _, entry in store.entries)
+    target, tokens = store.capture.target, sum(entry.tokens for entry in entries)
     make_folder(out.parent)
     if layout.holds_states:
         _require_room(out.parent, tokens * (len(picked) + (layout.final is not None)) * target.hidden_size * 2)
@@ -290,4 +292,7 @@ def write_torch_file(path: Path, entries: Mapping[str, Tensor | str]) -> None:
     """A dict of tensors and texts, which ``torch.load(weights_only=True)`` reads back."""
     # A view would bring the memory it looks into.
     apart = {k: value.contiguous().clone() if isinstance(value, Tensor) else value for k, value in entries.items()}
-    torch.save(apart, path)
+    # Of a full disk torch's own writer says that it is at an unexpected position.
+    data = BytesIO()
+    torch.save(apart, data)
+    path.write_bytes(data.getbuffer())

@@ -47,6 +47,7 @@ _SLICE = re.compile(r"slice-[0-9a-f]{16}\.safetensors")
 _ADVICE = re.compile(r"([1-9][0-9]{0,5})\.json")
 _INDEX = re.compile(r"([1-9][0-9]{0,11})\.parquet")
 _SNAPSHOT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
+_SAVED = re.compile(rf"({_SNAPSHOT.pattern})\.json")
 FolderKind = Literal["store", "data", "run", "drafter", "dump", "model", "text"]
 Wanted = Literal["store", "data", "run"]
 
@@ -203,6 +204,11 @@ def segment_claims(name: str) -> tuple[CommitName, ...]:
 def parse_input(name: str) -> str | None:
     """The digest of a name under ``inputs/``; None for anything that is not a registered input."""
     return match[1] if (match := _INPUT.fullmatch(name)) else None
+
+
+def parse_snapshot(name: str) -> str | None:
+    """The snapshot that a name under ``snapshots/`` saves; None for anything that is not a snapshot."""
+    return match[1] if (match := _SAVED.fullmatch(name)) else None
 
 
 def is_slice(name: str) -> bool:

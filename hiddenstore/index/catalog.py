@@ -312,6 +312,12 @@ def read_frozen(fs: Filesystem, snapshot: Snapshot) -> Catalog:
     return catalog
 
 
+def saved_snapshots(fs: Filesystem) -> list[str]:
+    """Names of the snapshots that a store has, sorted; of files of another name, which nobody saved, none."""
+    names = (layout.parse_snapshot(file) for file in fs.list(layout.SNAPSHOTS_DIR))
+    return [name for name in names if name is not None]
+
+
 def read_replaced(catalog: Catalog, snapshot: Snapshot) -> Catalog:
     """The records that a snapshot names and that count in ``catalog`` no more. Raises as ``read_frozen``, and what
     a damaged one raises."""

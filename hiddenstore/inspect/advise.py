@@ -3,6 +3,7 @@
 Shapes: L aux layers, T tokens of the slice, R final rows, D target width, V vocabulary.
 """
 
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -212,16 +213,12 @@ class Extent:
 
     @classmethod
     def of(cls, store: Store) -> "Extent":
-        entries = [entry for _, entry in store.entries]
-        rows = sum(entry.final_rows for entry in entries)
-        return cls(len(entries), sum(entry.tokens for entry in entries), rows)
+        table = store.catalog.table
+        return cls(len(table), *(int(column.sum(dtype=np.int64)) for column in (table.tokens, table.final_rows)))
 
 
 def advise_store(
-    store: Store,
-    limits: RecipeLimits,
-    advance: Callable[[], None] = lambda: None,
-    rebuilder: Rebuilder | None = None,
+    store: Store, limits: RecipeLimits, advance: Callable[[], None] = lambda: None, rebuilder: Rebuilder | None = None
 ) -> Advice:
     """Advice for a store, from its calibration slice, or from its own states where these are exact; with a
     ``rebuilder`` also of the recipe ``rebuilt``, where the store ``holds_its_slice``. Raises ConfigError:
@@ -229,7 +226,8 @@ def advise_store(
     extent = Extent.of(store)
     if not extent.tokens:
         problem = f"{store.path} holds no sample yet"
-        raise ConfigError(problem, kind=Kind.STORE_EMPTY, hint=f"hiddenstore collect DATA -o {store.path} --target T")
+        hint = f"hiddenstore collect DATA -o {shlex.quote(store.path)} --target T"
+        raise ConfigError(problem, kind=Kind.STORE_EMPTY, hint=hint)
     head = store.head(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     states, rebuilding = raw_slice(store), None
     if rebuilder is not None and holds_its_slice(store):
@@ -464,19 +462,20 @@ class _Bench:
         return plain + self.container.overhead(capture, self.extent.samples, segments).size_bytes / tokens
 
 
-_ROW = "{:13}  {:>7}  {:>7}  {:>7}  {:>7}  {:>6}  {:>7}  {:>8}"
+_ROW = "{:{}}  {:>7}  {:>7}  {:>7}  {:>7}  {:>6}  {:>7}  {:>8}"
 _HEADER = ("recipe", "B/token", "smaller", "KL", "overlap", "flips", "channel", "raw rows")
 
 
 def table_lines(advice: Advice, bytes_raw: float) -> list[str]:
     """A line per recipe under a header, the chosen one marked; ``bytes_raw`` is what a token takes as plain bf16."""
-    lines = ["  " + _ROW.format(*_HEADER)]
+    widest = max(len(row.recipe) for row in advice.rows)
+    lines = ["  " + _ROW.format(_HEADER[0], widest, *_HEADER[1:])]
     for row in advice.rows:
         size = f"{row.bytes_per_token:,.0f}", f"{bytes_raw / row.bytes_per_token:.2f}x"
         kl = "–" if row.kl is None else "0" if row.kl == 0 else f"{row.kl:.1e}"
         overlap = "–" if row.overlap is None else f"{row.overlap:.4f}"
         shares = map(_percent, (row.top1_flips, row.channel_error, row.raw_rows))
-        lines.append(("→ " if row.chosen else "  ") + _ROW.format(row.recipe, *size, kl, overlap, *shares))
+        lines.append(("→ " if row.chosen else "  ") + _ROW.format(row.recipe, widest, *size, kl, overlap, *shares))
     return lines
 
 

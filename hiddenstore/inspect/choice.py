@@ -29,11 +29,7 @@ class RecipeLimits:
 
 
 def choose(
-    rows: Sequence[AdviceRow],
-    limits: RecipeLimits,
-    tokens: int,
-    final_rows: int,
-    paired: Sequence[PairedRow] = (),
+    rows: Sequence[AdviceRow], limits: RecipeLimits, tokens: int, final_rows: int, paired: Sequence[PairedRow] = ()
 ) -> Advice:
     """Advice from measured rows, of so many ``tokens`` and ``final_rows``: the smallest recipe that keeps the limits.
 

@@ -147,7 +147,7 @@ class Comparison:
                 reasons.append(f"{len(samples):,} samples are only in {store}")
         if self.other_split or self.other_spans:
             reasons.append(f"{self.other_split + self.other_spans:,} samples have another split or other turn spans")
-        if self.not_compared:
+        if self.not_compared and (self.only_a or self.both or self.only_b):
             reasons.append(f"no states were compared: {self.not_compared}")
         return reasons + [reason for error in self.fields for reason in error.beyond(tolerance)]
 
@@ -178,14 +178,14 @@ def compare(
 ) -> Comparison:
     """Compare two stores; numbers on at most ``max_samples`` common samples (None: all), spread evenly. Raises
     CorruptionError: a sample of one of them cannot be read."""
-    set_a, set_b = set(a.sample_ids), set(b.sample_ids)
+    splits_a, splits_b = _splits(a), _splits(b)
     result = Comparison(
         schema=schema_differences(a, b),
-        only_a=[sample for sample in a.sample_ids if sample not in set_b],
-        both=[sample for sample in a.sample_ids if sample in set_b],
-        only_b=[sample for sample in b.sample_ids if sample not in set_a],
+        only_a=[sample for sample in a.sample_ids if sample not in splits_b],
+        both=[sample for sample in a.sample_ids if sample in splits_b],
+        only_b=[sample for sample in b.sample_ids if sample not in splits_a],
     )
-    result.other_split = sum(_split(a, sample) != _split(b, sample) for sample in result.both)
+    result.other_split = sum(splits_a[sample] != splits_b[sample] for sample in result.both)
     layers = sorted(set(a.capture.aux_layers) & set(b.capture.aux_layers))
     with_final = "none" not in (a.capture.final, b.capture.final)
     if a.capture.target.hidden_size != b.capture.target.hidden_size:
@@ -215,9 +215,10 @@ def _settings(store: "Store") -> dict[str, Any]:
     return settings | {f"target/{file.path}": file.digest for file in store.manifest.target_files}
 
 
-def _split(store: "Store", sample_id: str) -> str:
-    record, index = store.locate(sample_id)
-    return record.samples[index].split
+def _splits(store: "Store") -> dict[str, int]:
+    """The split of every sample, as the catalog numbers them."""
+    table = store.catalog.table
+    return dict(zip(table.ids, table.split.tolist(), strict=True))
 
 
 def spread(items: Sequence[str], most: int | None) -> list[str]:

@@ -16,6 +16,7 @@ from hiddenstore.files import layout
 from hiddenstore.files.damage import DAMAGE
 from hiddenstore.files.documents import load
 from hiddenstore.fs.seam import Filesystem
+from hiddenstore.index.catalog import saved_snapshots
 from hiddenstore.index.table import SPLITS, SampleTable
 from hiddenstore.store import Store
 from hiddenstore.targets.gguf import RECORD_FILE, forms_text
@@ -57,8 +58,8 @@ def info(store: "Store") -> dict[str, Any]:
         "lengths": length_summary(table.tokens),
         "units": len(store.catalog),
         "segments": segments,
-        "inputs": len(store.fs.list(layout.INPUTS_DIR)),
-        "snapshots": [name.removesuffix(".json") for name in store.fs.list(layout.SNAPSHOTS_DIR)],
+        "inputs": sum(layout.parse_input(name) is not None for name in store.fs.list(layout.INPUTS_DIR)),
+        "snapshots": saved_snapshots(store.fs),
         "duplicates": store.duplicates,
         "damaged_commits": [error.message for error in store.damaged],
         **stored_bytes(store),
@@ -165,11 +166,11 @@ def length_summary(lengths: np.ndarray) -> dict[str, Any]:
 
 def stats(store: "Store") -> dict[str, Any]:
     """Counts and lengths per split, norms per layer over all commits, bytes per field, rejects."""
-    table, sizes, rejects = store.catalog.table, _Sizes(store), Counter[str]()
+    table, sizes, rejects = store.catalog.table, Counter[str](), Counter[str]()
     stored = [*map(field_name, store.capture.stored_layers), *([FINAL] if store.capture.stores_final else [])]
     layers: dict[str, list[LayerStats]] = {field: [] for field in stored}
     for record in store.commits():
-        sizes.add(record)
+        sizes.update(_sizes(record, store.capture.fields))
         rejects.update(reject.reason for reject in record.rejects)
         for field in layers.keys() & record.stats.keys():
             layers[field].append(record.stats[field])
@@ -180,7 +181,7 @@ def stats(store: "Store") -> dict[str, Any]:
         "lengths": length_summary(table.tokens),
         "supervised": length_summary(table.supervised[table.supervised > 0]),
         "layers": [{"field": field, **_merged(units)} for field, units in layers.items()],
-        "bytes": sizes.by_field(),
+        "bytes": {name: sizes[name] for name in (*store.capture.fields, *_OTHER_ROWS) if name in sizes},
         "rejects": dict(rejects.most_common()),
     }
 
@@ -218,22 +219,15 @@ def _merged(stats: Sequence[LayerStats]) -> dict[str, Any]:
     }
 
 
-class _Sizes:
+def _sizes(record: CommitRecord, fields: Sequence[str]) -> Counter[str]:
     """Bytes on disk by field: the layer or final array, what the codecs keep beside them, the places of the final rows,
     tokens and the rest. A tar holds all of it: how it divides, only its index says, which is as long as the samples are
     many."""
-
-    def __init__(self, store: "Store") -> None:
-        self._fields = list(store.capture.fields)
-        self._sizes: Counter[str] = Counter()
-
-    def add(self, record: CommitRecord) -> None:
-        for file in record.files:
-            name = file.path.split("/", 1)[0]
-            self._sizes[name if name in self._fields else _row_of(name)] += file.size
-
-    def by_field(self) -> dict[str, int]:
-        return {name: self._sizes[name] for name in (*self._fields, *_OTHER_ROWS) if name in self._sizes}
+    sizes = Counter[str]()
+    for file in record.files:
+        name = file.path.split("/", 1)[0]
+        sizes[name if name in fields else _row_of(name)] += file.size
+    return sizes
 
 
 def _row_of(name: str) -> str:

@@ -17,7 +17,8 @@ from hiddenstore.errors import ConfigError, HiddenstoreError
 from hiddenstore.files import layout
 from hiddenstore.files.damage import DAMAGE, twice
 from hiddenstore.fs.disk import host_of
-from hiddenstore.fs.seam import Filesystem, is_temporary
+from hiddenstore.fs.seam import Filesystem
+from hiddenstore.index.catalog import saved_snapshots
 from hiddenstore.store import Store, load_snapshot
 
 ONE_GO_S = 3600.0
@@ -73,10 +74,7 @@ def history(store: "Store", each: bool = False) -> tuple[list[Event], list[Hidde
 
 def snapshots(fs: Filesystem, errors: list[HiddenstoreError]) -> Iterator[Event]:
     """Every saved snapshot; what cannot be read is added to ``errors``."""
-    for file in fs.list(layout.SNAPSHOTS_DIR):
-        name = file.removesuffix(".json")
-        if is_temporary(file) or name == file:
-            continue
+    for name in saved_snapshots(fs):
         try:
             snapshot = load_snapshot(fs, name)
         except DAMAGE as error:

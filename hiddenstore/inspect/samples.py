@@ -114,7 +114,8 @@ def find_sample(store: "Store", key: str) -> str:
     """The id a person meant: an index from 0 (negative from the end), a full id, or the start of one; digits alone are
     the start of an id from ``SHORTEST_ID`` on. Raises NotFoundError: ``sample-missing``; ConfigError:
     ``sample-ambiguous`` listing the candidates."""
-    if re.fullmatch(r"-?[0-9]+", key) and key not in store:
+    # No id has so many digits, nor has a store so many samples.
+    if re.fullmatch(r"-?[0-9]{1,64}", key) and key not in store:
         is_index = -len(store) <= int(key) < len(store)
         if is_index or (len(store) and len(key.removeprefix("-")) < SHORTEST_ID):
             return store.id_at(int(key))
@@ -173,14 +174,17 @@ def view(store: "Store", sample_id: str) -> dict[str, Any]:
 
 
 def load_tokenizer(store: "Store") -> "Tokenizer | None":
-    """The store's own ``target/tokenizer.json``; None when the target came without one."""
+    """The store's own ``target/tokenizer.json``; None when the target came without one. Raises ConfigError
+    ``target-unreadable``: this release of tokenizers cannot read it."""
     from tokenizers import Tokenizer
 
     try:
-        data = store.target_file("tokenizer.json")
+        tokenizer: Tokenizer = Tokenizer.from_buffer(store.target_file("tokenizer.json"))
     except NotFoundError:
         return None
-    tokenizer: Tokenizer = Tokenizer.from_buffer(data)
+    except ValueError as error:
+        problem = f"{store.path}/target/tokenizer.json cannot be loaded: {error}"
+        raise ConfigError(problem, kind=Kind.TARGET_UNREADABLE, hint="pip install --upgrade tokenizers") from error
     return tokenizer
 
 

@@ -23,7 +23,7 @@ from hiddenstore.report import page
 from hiddenstore.report.page import Bar, Html, Page, Section, Series, Verdict, join, table, tag
 from hiddenstore.store import Store
 from hiddenstore.verify import verify
-from hiddenstore.verify.report import Begin, unseen
+from hiddenstore.verify.report import Begin, Report, unseen
 from schemas.capture import REBUILT, Codecs, not_rebuildable
 from schemas.manifest import ROLES, CommitRecord
 
@@ -238,7 +238,7 @@ def _by_position(name: str, rms: np.ndarray) -> Series:
 
 
 def _agreement(store: Store, share: float, begin: Begin) -> Section:
-    report = verify(store.fs, "meaning", share, begin=begin)
+    report = _verified(store, share, begin)
     measures = report.measures
     kinds = [
         Verdict("look" if kind == "incomplete" else "bad", f"{plural(n, 'finding')} of kind {kind}: {first.detail}")
@@ -274,6 +274,17 @@ def _agreement(store: Store, share: float, begin: Begin) -> Section:
     body = join([figures, page.details("All measures", numbers)])
     command = ("verify", store.path, "--meaning")
     return Section("Agreement", body, healthy, tuple(verdicts), command, wide=True)
+
+
+def _verified(store: Store, share: float, begin: Begin) -> Report:
+    """Of a snapshot the meaning of its own samples: what was written later is no part of it."""
+    if not store.is_frozen:
+        return verify(store.fs, "meaning", share, begin=begin)
+    from hiddenstore.verify.meaning import check_meaning
+
+    report = Report("meaning")
+    check_meaning(store, report, share, begin)
+    return report
 
 
 def _sizes(store: Store, info: Mapping[str, Any], stats: Mapping[str, Any]) -> Section:

@@ -48,11 +48,7 @@ def store_card(store: "Store", address: str, measured: str, samples: int) -> str
         ("size", f"{size(facts['bytes_on_disk'])}; as bf16 at every token {size(facts['bytes_raw'])}"),
         ("captured by", f"{engine['name']} {engine['version']}".strip()),
     ]
-    use = [
-        f"hiddenstore pull {address} store",
-        "hiddenstore verify store --full",
-        "hiddenstore train store -o run",
-    ]
+    use = [f"hiddenstore pull {address} store", "hiddenstore verify store --full", "hiddenstore train store -o run"]
     what = "A store of hidden states to train drafters for speculative decoding from, without the target in memory."
     parts = [_IDS, measured, *_texts(store, samples)]
     return _card(front, f"Hidden states of {target.name}", what, rows, use, parts)

@@ -26,7 +26,7 @@ COMMIT_FILES, COMMIT_BYTES = 100, 8 << 30
 TRIES = 5
 _AGAIN = (Kind.SERVER_FAILING, Kind.SERVER_TIMEOUT, Kind.SERVER_UNREACHABLE)
 
-_ADDRESS = re.compile(r"hf://(datasets/)?([\w-][\w.-]*/[\w.-]+)(?:@([\w./-]+))?/*")
+_ADDRESS = re.compile(r"hf://(datasets/)?((?!datasets/)[\w-][\w.-]*/[\w.-]+)(?:@([\w./-]+))?/*")
 _TIMEOUT_S = 120
 
 

@@ -6,8 +6,9 @@
 import fcntl
 import hashlib
 import os
+import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,22 +19,36 @@ from hiddenstore.files.layout import COMMITS_DIR, INDEX_DIR, SNAPSHOTS_DIR, STOR
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import make_folder, replace_file, sweep_killed
 from hiddenstore.fs.seam import TEMP_PREFIX, storage_errors
-from hiddenstore.share.remote import PIECE_BYTES, SUMS, Advance, Begin, Remote, parse_sums, read_sums, sums_text
+from hiddenstore.share.remote import (
+    CARD,
+    PIECE_BYTES,
+    SUMS,
+    Advance,
+    Begin,
+    Remote,
+    lost_units,
+    parse_sums,
+    read_sums,
+    sums_text,
+)
 from hiddenstore.threads import Threads
 
 PARALLEL = 4
-_TURNS = ({COMMITS_DIR}, {INDEX_DIR, SNAPSHOTS_DIR}, {STORE_JSON, "hiddenstore.json"})
+DRAFTER_JSON = "hiddenstore.json"
+_TURNS = ({COMMITS_DIR}, {INDEX_DIR, SNAPSHOTS_DIR}, {STORE_JSON, DRAFTER_JSON})
 """After segments and all else: records, what lists them, and what makes a store or a drafter of the folder."""
 
 
 @dataclass(frozen=True)
 class PullReport:
-    """What a pull did; ``bytes_read`` came now, ``replaced`` names files that were there with other bytes."""
+    """What a pull did; ``bytes_read`` came now, ``replaced`` names files that were there with other bytes, ``removed``
+    those of an older drafter that the newer one does not have."""
 
     files: int
     bytes: int
     bytes_read: int
     replaced: tuple[str, ...]
+    removed: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -62,23 +77,29 @@ def pull(remote: Remote, out: Path, begin: Begin) -> PullReport:
         raise NotFoundError(
             f"{remote.address} holds no {absent}: nothing was pushed there, or the push has not come to its end",
             kind=Kind.PUSH_UNFINISHED,
-            hint=f"hiddenstore push SOURCE {remote.address}   (the same command goes on)",
+            hint=f"hiddenstore push SOURCE {shlex.quote(remote.address)}   (the same command goes on)",
         )
     files = [_File(path, sizes[path] or 0, digest, out / path) for path, digest in digests.items()]
     total = sum(file.size for file in files)
     with _writing(out):
-        _require_same(out, digests)
+        older = _require_same(out, digests)
         before = {file.path for file in files if file.out.is_file()}
         advance = begin("pull", total)
         missing = [file for file in files if not _is_there(file, advance)]
+        replaced = before & {file.path for file in missing}
         _require_room(out, missing)
+        left_behind = _left_behind(out, older, digests)
+        if left_behind or replaced - {CARD}:
+            missing += _taken_apart(files, missing, advance)
+        for path in left_behind:
+            (out / path).unlink()
         replace_file(out / SUMS, sums_text(digests))
         came = 0
         # What names others comes after them, into a store that grows too, and what makes a store of the folder last.
         for turn in range(len(_TURNS) + 1):
             came += _bring_all(remote, [file for file in missing if _turn(file.path) == turn], advance)
             LocalFilesystem(out).sync_folder("")
-    return PullReport(len(files), total, came, tuple(sorted(before & {file.path for file in missing})))
+    return PullReport(len(files), total, came, tuple(sorted(replaced)), tuple(left_behind))
 
 
 def _turn(path: str) -> int:
@@ -105,23 +126,57 @@ def _writing(out: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _require_same(out: Path, digests: Mapping[str, str]) -> None:
-    """Refuse a folder that no pull made, and one into which another store, or a drafter instead, was pulled."""
+def _require_same(out: Path, digests: Mapping[str, str]) -> dict[str, str]:
+    """The sums of an earlier pull. Refused are a folder that no pull made, and one into which another store, or a
+    drafter instead, was pulled."""
     sweep_killed(out, SUMS)
     if not any(out.iterdir()):
-        return
+        return {}
     if not (out / SUMS).is_file():
         raise ConflictError(f"{out} exists already, and no pull made it", kind=Kind.OUTPUT_EXISTS, hint="another DEST")
-    before = parse_sums((out / SUMS).read_bytes(), str(out / SUMS))
-    if before.get(STORE_JSON) != digests.get(STORE_JSON):
-        raise ConflictError(f"another store was pulled to {out}", kind=Kind.OUTPUT_EXISTS, hint="another DEST")
+    before = _sums_here(out)
+    if before.get(STORE_JSON) != digests.get(STORE_JSON) or lost_units(before, digests):
+        message = f"another store was pulled to {out}, or a later push of this one"
+        raise ConflictError(message, kind=Kind.OUTPUT_EXISTS, hint="another DEST")
+    return before
+
+
+def _sums_here(out: Path) -> dict[str, str]:
+    """What an earlier pull brought. Raises CorruptionError: its list is damaged, and no store is there that says it."""
+    try:
+        return parse_sums((out / SUMS).read_bytes(), str(out / SUMS))
+    except CorruptionError:
+        if not (out / STORE_JSON).is_file():
+            raise
+        records = [f"{COMMITS_DIR}/{path.name}" for path in (out / COMMITS_DIR).iterdir()]
+        return {STORE_JSON: _sha256(out / STORE_JSON), **dict.fromkeys(records, "")}
+
+
+def _left_behind(out: Path, older: Mapping[str, str], digests: Mapping[str, str]) -> list[str]:
+    """Files of an older drafter, as they were pulled, that are no part of this one: an engine might read them too."""
+    paths = sorted(older.keys() - digests.keys()) if STORE_JSON not in digests else []
+    return [path for path in paths if (out / path).is_file() and _sha256(out / path) == older[path]]
+
+
+def _taken_apart(files: Sequence[_File], missing: Sequence[_File], advance: Advance) -> list[_File]:
+    """What makes a drafter of the folder goes, to come last of all: half of another one is none."""
+    makers = [file for file in files if file.path == DRAFTER_JSON]
+    for file in makers:
+        file.out.unlink(missing_ok=True)
+    again = [file for file in makers if file not in missing]
+    advance(-sum(file.size for file in again))
+    return again
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _is_there(file: _File, advance: Advance) -> bool:
     if not file.out.is_file() or file.out.stat().st_size != file.size:
         return False
-    with file.out.open("rb") as content:
-        is_same = hashlib.file_digest(content, "sha256").hexdigest() == file.sha256
+    is_same = _sha256(file.out) == file.sha256
     advance(file.size if is_same else 0)
     return is_same
 

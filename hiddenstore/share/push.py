@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hiddenstore.care.copy import Copy, open_copy
-from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, StorageError
+from hiddenstore.console.text import plural
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.files import layout
 from hiddenstore.files.digests import digest_for, mismatch
 from hiddenstore.fs import is_address
@@ -20,7 +21,18 @@ from hiddenstore.fs.seam import is_inside, storage_errors
 from hiddenstore.index.file import live_indexes
 from hiddenstore.inspect.samples import Test
 from hiddenstore.share.hub import HubRemote, require_limits
-from hiddenstore.share.remote import CARD, PIECE_BYTES, SUMS, Advance, Begin, LocalFile, Remote, sums_text
+from hiddenstore.share.remote import (
+    CARD,
+    PIECE_BYTES,
+    SUMS,
+    Advance,
+    Begin,
+    LocalFile,
+    Remote,
+    lost_units,
+    read_sums,
+    sums_text,
+)
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import SLICE_PATH, slice_document
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile
@@ -123,7 +135,7 @@ def _files_of_store(store: Store) -> Iterator[tuple[str, FileEntry | None]]:
 
 def _size(root: Path, path: str) -> int:
     """Bytes of a file. Raises CorruptionError: ``file-missing``; StorageError: it cannot be looked at."""
-    hint = f"hiddenstore verify {root}"
+    hint = shlex.join(["hiddenstore", "verify", str(root)])
     try:
         with storage_errors(root / path, hint):
             return (root / path).stat().st_size
@@ -178,11 +190,25 @@ def _push(
             hint=f"another name; or, where it holds what was pushed of this store before, hiddenstore pull "
             f"{remote.address} PUSHED and push again with --staging PUSHED",
         )
+    if units := lost_units(_pushed_before(remote), digests):
+        raise ConflictError(
+            f"{remote.address} holds another store: {plural(len(units), 'unit')} of it, such as {units[0]}, are not in "
+            f"{root}, and would be lost",
+            kind=Kind.OUTPUT_EXISTS,
+            hint="another name",
+        )
     remote.begin(digests, public)
     missing = [file for file in files if known.get(file.path) != file.sha256]
     sent = sum(file.size for file in missing)
     remote.put(missing, begin("push", sent))
     return PushReport(len(files), sum(file.size for file in files), len(missing), sent)
+
+
+def _pushed_before(remote: Remote) -> dict[str, str]:
+    try:
+        return read_sums(remote)
+    except NotFoundError:
+        return {}  # there is no such repository yet
 
 
 def _of_bytes(path: str, data: bytes) -> LocalFile:
@@ -200,5 +226,6 @@ def _sha256(root: Path, path: str, entry: FileEntry | None, advance: Advance) ->
             advance(len(data))
     if entry is not None and recorded is not None and (fault := mismatch(entry, recorded)):
         problem = f"{root / path} is damaged: {fault}; nothing was pushed"
-        raise CorruptionError(problem, kind=Kind.FILE_CORRUPT, path=path, hint=f"hiddenstore verify {root} --full")
+        hint = shlex.join(["hiddenstore", "verify", str(root), "--full"])
+        raise CorruptionError(problem, kind=Kind.FILE_CORRUPT, path=path, hint=hint)
     return digest.hexdigest()

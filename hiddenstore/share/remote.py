@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
+from hiddenstore.files.layout import COMMITS_DIR, STORE_JSON, parse_commits
 from hiddenstore.fs.seam import Filesystem, is_inside, storage_error
 
 SUMS, CARD = "SHA256SUMS", "README.md"
@@ -84,6 +85,18 @@ def read_sums(remote: Remote) -> dict[str, str]:
     return {} if size is None else parse_sums(remote.read_range(SUMS, 0, size), f"{remote.address}/{SUMS}")
 
 
+def lost_units(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """Units of a store that one push names and a later one does not: it is of another store, as a store keeps its
+    units. Their ``store.json`` says what was captured, not of which text, so that it may be the same."""
+
+    def units(sums: Mapping[str, str]) -> set[str]:
+        start = f"{COMMITS_DIR}/"
+        records = (path.removeprefix(start) for path in sums if path.startswith(start))
+        return {unit for unit, _, _ in parse_commits(records)}
+
+    return sorted(units(before) - units(after))
+
+
 class StorageRemote:
     """Object storage, through the seam. What a killed push brought is known by the sums it meant to end with."""
 
@@ -96,6 +109,11 @@ class StorageRemote:
         known = self._known()
         if not known and self._fs.size(CARD) is not None:
             message = f"{self.address} holds a {CARD} that no push put there, and a push would take its place"
+            raise ConflictError(message, kind=Kind.OUTPUT_EXISTS, hint="another name")
+        others = sorted(known.keys() - sums.keys())
+        # A store that has grown or was repaired is the same one; a drafter is all of its files.
+        if others and STORE_JSON not in known.keys() & sums.keys():
+            message = f"{self.address} holds {others[0]} of something else that was pushed there, which would be lost"
             raise ConflictError(message, kind=Kind.OUTPUT_EXISTS, hint="another name")
         self._replace(_BEGUN, sums_text({**known, **sums}))
 
@@ -123,7 +141,8 @@ class StorageRemote:
                 self._fs.remove_tree(_BEGUN)
 
     def size(self, path: str) -> int | None:
-        self._fs.drop_cache(path)
+        with suppress(NotFoundError):
+            self._fs.drop_cache(path)
         return self._fs.size(path)
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:

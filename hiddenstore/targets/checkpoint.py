@@ -8,6 +8,7 @@ checkpoints apart; it does not guard against somebody who hides a change between
 import hashlib
 import os
 import re
+import shlex
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -225,7 +226,7 @@ def damaged(folder: TargetFolder, file: str, fault: str) -> ConfigError:
 
 def _fetch(folder: TargetFolder) -> str:
     if Path(folder.name).exists():
-        return f"hf download ORG/NAME --local-dir {folder.name}; in a Git clone: git lfs pull"
+        return f"hf download ORG/NAME --local-dir {shlex.quote(folder.name)}; in a Git clone: git lfs pull"
     return f"hf download {folder.name} --force-download"
 
 

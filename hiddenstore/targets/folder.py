@@ -226,7 +226,7 @@ class TargetFolder:
         named: list[Any] = [getattr(config, "eos_token_id", None) for config in (self.config, self.whole)]
         if (path := self.file(GENERATION_FILE)) is not None:
             # transformers too loads a target beside one that cannot be read.
-            with suppress(ValueError):
+            with suppress(ValueError, AttributeError):
                 named.append(foreign_json(path.read_bytes()).get("eos_token_id"))
         lists = (value if isinstance(value, list) else [value] for value in named)
         return tuple(sorted({value for values in lists for value in values if isinstance(value, int)}))
@@ -302,9 +302,7 @@ def open_target(
         )
     if not path.exists() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
         raise NotFoundError(
-            f"target {name} does not exist",
-            kind=Kind.TARGET_MISSING,
-            hint="--target FOLDER, FILE.gguf or ORG/NAME",
+            f"target {name} does not exist", kind=Kind.TARGET_MISSING, hint="--target FOLDER, FILE.gguf or ORG/NAME"
         )
     if trust_remote_code:
         require_pinned(name, revision)

@@ -8,6 +8,7 @@ not know, and rules that split text before the merges, which it takes to be GPT-
 import hashlib
 import json
 import os
+import shlex
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import redirect_stderr
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 
 SUFFIX = ".gguf"
 RECORD_FILE = "gguf.json"
+"""What a converted folder says of its origin: file, digest, and tensors by their form of quantisation."""
 _OF_BYTES = "gpt2"
 """What llama.cpp calls vocabularies of bytes and their merges."""
 _CONVERSION = 2
 """Counts up with what a conversion writes, so that older ones in the cache are not taken for it."""
-"""What a converted folder says of its origin: file, digest, and tensors by their form of quantisation."""
 _BLOCK, _BLOCKS = 4096, 16
 _DTYPES = {"F32": "float32", "F16": "float16"}
 
@@ -61,19 +62,21 @@ def target_folder(name: str) -> str:
     otherwise than it was written."""
     path = Path(name)
     if path.is_dir() and not (path / "config.json").exists():
-        files = sorted(path.glob(f"*{SUFFIX}"))
+        files = sorted(file for file in path.iterdir() if _is_gguf(file))
         if len(files) > 1:
-            names = ", ".join(file.name for file in files)
-            raise ConfigError(
-                f"{name} holds several GGUF files: {names}", kind=Kind.TARGET_UNREADABLE, hint=f"--target {files[0]}"
-            )
+            names, hint = ", ".join(file.name for file in files), f"--target {shlex.quote(str(files[0]))}"
+            raise ConfigError(f"{name} holds several GGUF files: {names}", kind=Kind.TARGET_UNREADABLE, hint=hint)
         path = files[0] if files else path
-    if path.suffix != SUFFIX or path.is_dir():
+    if not _is_gguf(path) or path.is_dir():
         return name
     if not path.is_file():
         message = f"target {path} does not exist"
         raise NotFoundError(message, kind=Kind.TARGET_MISSING, hint="--target FOLDER, FILE.gguf or ORG/NAME")
     return str(_converted(path))
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == SUFFIX
 
 
 def cache_folder() -> Path:
@@ -98,8 +101,9 @@ def _converted(path: Path) -> Path:
             # Beside other files transformers would read some of them instead.
             alone = Path(room, path.name)
             alone.symlink_to(path.absolute())
-            _write_model(alone, reader, forms, hidden)
+            # First, as it takes seconds, and the weights may take an hour.
             _tokenizer(alone, reader, split, _tokenizer_beside(path)).save_pretrained(hidden)
+            _write_model(alone, reader, forms, hidden)
             record = {"file": path.name, "sha256_of_blocks": digest, "tensors": dict(forms)}
             (hidden / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     except ConflictError:
@@ -167,7 +171,8 @@ def _require_whole(path: Path, reader: "GGUFReader", forms: Mapping[str, int]) -
     from gguf import dequantize
 
     if _field(reader, "split.count", 0) not in (0, 1):
-        raise _unreadable(path, "is one part of a split file", f"llama-gguf-split --merge {path} whole.gguf")
+        merge = f"llama-gguf-split --merge {shlex.quote(str(path))} whole.gguf"
+        raise _unreadable(path, "is one part of a split file", merge)
     for form in forms:
         tensor = next(tensor for tensor in reader.tensors if tensor.tensor_type.name == form)
         try:
@@ -204,15 +209,10 @@ def _write_model(path: Path, reader: "GGUFReader", forms: Mapping[str, int], out
     with redirect_stderr(StringIO()):
         try:
             model, report = AutoModelForCausalLM.from_pretrained(
-                path.parent,
-                gguf_file=path.name,
-                dtype=torch.float32,
-                output_loading_info=True,
-                trust_remote_code=False,
+                path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
             )
         except Exception as error:  # transformers knows some architectures, and computes with any metadata
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise _unreadable(path, f"cannot be read by transformers: {reason}") from error
+            raise _unreadable(path, f"cannot be read by transformers: {_reason(error)}") from error
         absent = sorted({*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])})
         if absent:
             raise _unreadable(path, f"lacks {', '.join(absent[:4])} ({len(absent)} in all)")
@@ -241,11 +241,15 @@ def _tokenizer(path: Path, reader: "GGUFReader", split: str | None, beside: Path
     from tokenizers import Regex, pre_tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
-    if beside is not None:
-        own = PreTrainedTokenizerFast(tokenizer_file=str(beside), **tokenizer.special_tokens_map)
-        own.chat_template = tokenizer.chat_template
-        return own
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+        if beside is not None:
+            own = PreTrainedTokenizerFast(tokenizer_file=str(beside), **tokenizer.special_tokens_map)
+            own.chat_template = tokenizer.chat_template
+            return own
+    except Exception as error:  # as of the weights
+        where = "has a tokenizer" if beside is None else f"has a {beside.name} beside it"
+        raise _unreadable(path, f"{where} that transformers cannot read: {_reason(error)}") from error
     if split is not None:
         pattern = pre_tokenizers.Split(Regex(split), "isolated")
         # A pattern of digits alone leaves the words to GPT-2's own.
@@ -301,6 +305,10 @@ def _architecture(reader: "GGUFReader") -> str:
 def _field(reader: "GGUFReader", name: str, default: Any) -> Any:
     field = reader.fields.get(name)
     return default if field is None else field.contents()
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _unreadable(path: Path, message: str, hint: str | None = None) -> ConfigError:

@@ -57,4 +57,6 @@ def verify(
             from hiddenstore.verify.meaning import check_meaning
 
             check_meaning(store, report, sample_share, begin)
+    # What several parts found is one thing.
+    report.findings = list(dict.fromkeys(report.findings))
     return report

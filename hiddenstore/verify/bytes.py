@@ -25,7 +25,7 @@ from hiddenstore.segments.tar_members import BLOCK_BYTES as TAR_BLOCK_BYTES
 from hiddenstore.segments.tar_members import INDEX, TAR, UNIT_PREFIX
 from hiddenstore.store import Store
 from hiddenstore.targets.calibration import slice_document
-from hiddenstore.threads import Threads, reading_threads
+from hiddenstore.threads import Lock, Threads, reading_threads
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile
 from hiddenstore.verify.report import Advance, Finding, Report
 from schemas.manifest import CommitRecord, FileEntry
@@ -81,28 +81,33 @@ def _octal(text: bytes) -> int:
 
 
 def check_content(store: Store, report: Report, advance: Advance) -> None:
-    """Add what is damaged to ``report``. ``advance`` is told the bytes of every file read.
+    """Add what is damaged to ``report``. ``advance`` is told the bytes of every file read, by one thread at a time.
 
     Files whose size is wrong were named by the structure check and are not read again.
     """
-    for path, read in rarely_read_documents(store.fs):
+    lock = Lock()
+
+    def read(count: int) -> None:
+        with lock:
+            report.bytes_checked += count
+            advance(count)
+
+    for path, look in rarely_read_documents(store.fs):
         try:
-            twice(store.fs, read, path)
+            twice(store.fs, look, path)
         except DAMAGE as error:
             report.findings.append(Finding.of(error, path))
     report.findings += _slice(store.fs)
     for file in store.manifest.target_files:
-        report.findings += _steady(store.fs, layout.TARGET_DIR, file, advance)
-        report.bytes_checked += file.size
+        report.findings += _steady(store.fs, layout.TARGET_DIR, file, read)
     records = store.commits()
     with Threads(reading_threads(store.fs.prefers_few_files)) as pool:
         # A pool takes all it is given at once.
         for start in range(0, len(records), AT_ONCE):
             part = records[start : start + AT_ONCE]
-            for findings, notes in pool.map(lambda record: _unit(store, record, advance), part):
+            for findings, notes in pool.map(lambda record: _unit(store, record, read), part):
                 report.findings += findings
                 report.notes += notes
-    report.bytes_checked += store.totals["bytes_stored"]
     report.samples_checked = store.totals["samples"]
 
 
@@ -154,10 +159,7 @@ def _look(store: Store, record: CommitRecord, advance: Advance = lambda _: None)
     headers = _headers(store, record)
     for file in record.files:
         watch = headers.look if headers is not None and file.path == TAR else _unwatched
-        for finding in [
-            *_size(store.fs, record.segment, file),
-            *_digest(store.fs, record.segment, file, advance, watch),
-        ]:
+        for finding in _size(store.fs, record.segment, file) or _digest(store.fs, record.segment, file, advance, watch):
             files[finding.path] = finding
     path = f"{record.segment}/{TAR}"
     if headers is not None and headers.fault is not None and path not in files:

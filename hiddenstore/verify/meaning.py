@@ -26,9 +26,9 @@ from hiddenstore.codecs import get_codec
 from hiddenstore.codecs.base import MaskedCodec
 from hiddenstore.console.text import plural
 from hiddenstore.data.order import Order
-from hiddenstore.errors import ConfigError, HiddenstoreError
+from hiddenstore.errors import ConfigError, HiddenstoreError, NotFoundError
 from hiddenstore.files import layout
-from hiddenstore.files.damage import DAMAGE, raise_refusal, twice
+from hiddenstore.files.damage import DAMAGE, twice
 from hiddenstore.records import Record, Sample, TopK, final_row_positions, is_text, sample_id
 from hiddenstore.store import Store
 from hiddenstore.targets.blocks import BLOCKS_FILE
@@ -306,7 +306,7 @@ def affordable_share(store: Store) -> float:
     capture's arithmetic pays for, and what is ``ALWAYS_AFFORDABLE``. A function of shapes and lengths alone, so that
     the same samples are looked at on every machine."""
     target, samples = store.capture.target, max(1, len(store))
-    tokens = sum(record.tokens for record in store.commits()) / samples
+    tokens = store.totals["tokens"] / samples
     capture = tokens * 24 * target.num_layers * target.hidden_size**2
     rows = min(tokens, LOGIT_ROWS)
     look = rows * target.vocab_size * (2 * target.hidden_size + SOFTMAX_COST) * HEAD_COST
@@ -316,16 +316,17 @@ def affordable_share(store: Store) -> float:
 def check_meaning(store: Store, report: Report, share: float | None, begin: Begin) -> None:
     """Add to ``report`` what a share of the samples says about the store."""
     if not len(store):
+        report.sample_share = 1.0
         return
     share = affordable_share(store) if share is None else share
     if not can_rebuild(store, report):
         return
-    report.sample_share = share
     head = load_head(store, report)
     tokenizer = load_tokenizer(store, report)
     profile = _profile(store, report)
     survey = Survey(store, head, profile)
     names = _samples_to_read(store, share, profile)
+    report.sample_share = len(names) / len(store)
     advance = begin("verify meaning", len(names), "samples")
     survey.calibrate([item for item in _read(store, names[:CALIBRATING]) if isinstance(item, Record)])
     tokens: list[np.ndarray] = []
@@ -409,7 +410,7 @@ def _judge_pairs(survey: Survey, report: Report) -> None:
                 survey.note("other-sample", sample, name, detail)
         else:
             detail = f"{name}: {total.rows} rows share a token with another sample, too few to tell whose they are"
-            report.notes.append(Finding("pairing-undecided", name, (), detail + _unlooked(report)))
+            report.notes.append(Finding("pairing-undecided", name, (), detail + _unlooked(survey, report)))
 
 
 def _judge_predictions(survey: Survey, report: Report) -> None:
@@ -417,13 +418,13 @@ def _judge_predictions(survey: Survey, report: Report) -> None:
     tests = {name: prediction.matching for name, prediction in survey.predictions.items()}
     if not tests:
         reason = "the store holds no final hidden" if survey.capture.final == "none" else "too few final rows"
-        _undecided(report, f"{reason}: next tokens were not predicted")
+        _undecided(survey, report, f"{reason}: next tokens were not predicted")
         return
     nll, chance = _measure(survey, report)
     total, best = combined(list(tests.values())), min(nll[0], nll[2])
     against = f"{nll[1]:.2f} nats, their bare frequencies {chance:.2f}"
     if total.rows < ENOUGH_ROWS:
-        _undecided(report, f"{total.rows} final rows were looked at, {ENOUGH_ROWS} are needed")
+        _undecided(survey, report, f"{total.rows} final rows were looked at, {ENOUGH_ROWS} are needed")
     elif survey.noted("norm-state", "layer-shift", *_ROW_KINDS, field=FINAL) >= set(tests):
         return
     elif best < nll[1] and best < chance:
@@ -443,21 +444,21 @@ def _judge_predictions(survey: Survey, report: Report) -> None:
             f"the target gives the next tokens {against}: another tokenizer cut this text, or the target is untrained"
         )
         if len(tests) < CALIBRATING:
-            _undecided(report, f"{detail}, or the text is odd: {plural(len(tests), 'sample')} cannot tell")
+            _undecided(survey, report, f"{detail}, or the text is odd: {plural(len(tests), 'sample')} cannot tell")
             return
         for sample in tests:
             survey.note("tokenizer", sample, "input_ids", detail)
 
 
-def _undecided(report: Report, detail: str) -> None:
-    report.notes.append(Finding("prediction-undecided", FINAL, (), detail + _unlooked(report)))
+def _undecided(survey: Survey, report: Report, detail: str) -> None:
+    report.notes.append(Finding("prediction-undecided", FINAL, (), detail + _unlooked(survey, report)))
 
 
-def _unlooked(report: Report) -> str:
+def _unlooked(survey: Survey, report: Report) -> str:
     """What is added to a reason that more samples might remove."""
     if report.sample_share >= 1:
         return ""
-    looked_at = f"{report.samples_checked:,} of {plural(report.samples, 'sample')} were looked at"
+    looked_at = f"{survey.samples:,} of {plural(len(survey.store), 'sample')} were looked at"
     return f"; {looked_at}; verify --meaning --share 1 looks at all"
 
 
@@ -519,14 +520,10 @@ def load_tokenizer(store: Store, report: Report) -> Any:
         detail = "target/ holds no tokenizer: whether the tokens are its own was not checked"
         report.notes.append(Finding("tokenizer-absent", layout.TARGET_DIR, (), detail))
         return None
-    from transformers import AutoTokenizer
-
     try:
-        with store.fs.local_copy(layout.TARGET_DIR, without=".safetensors") as folder:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise_refusal(error, f"{store.path}/{layout.TARGET_DIR}")
-        report.findings.append(Finding("tokenizer-unreadable", layout.TARGET_DIR, (), str(error)))
+        tokenizer = store.tokenizer
+    except (ConfigError, NotFoundError) as error:
+        report.findings.append(Finding("tokenizer-unreadable", layout.TARGET_DIR, (), error.message))
         return None
     target, path = store.capture.target, f"{layout.TARGET_DIR}/{_RULES_FILE}"
     digest, expected = tokenizer_sha256(tokenizer), target.tokenizer_sha256

@@ -62,9 +62,23 @@ def check_stock(store: Store, report: Report, advance: Advance) -> None:
                 differing[array, what].append(entry.id)
             report.stock_samples += 1
             advance(1)
+        else:
+            report.findings += _further(store, record, samples)
         for (array, what), names in differing.items():
             path = f"{record.segment}/{array}".rstrip("/")
             report.findings.append(Finding("stock-differs", path, tuple(names), f"stock software {what}"))
+
+
+def _further(store: Store, record: CommitRecord, samples: Iterator[tuple[str, Arrays]]) -> Iterator[Finding]:
+    """Samples that stock software reads behind those of a unit."""
+    try:
+        for name, _ in samples:
+            detail = f"stock software reads sample {name}, which is not of this unit"
+            yield Finding("stock-differs", record.segment, (), detail)
+    except Exception as error:  # noqa: BLE001 - as above
+        raise_refusal(error, f"{store.path}/{record.segment}")
+        detail = f"stock software cannot read what lies behind the samples: {type(error).__name__} {error}".rstrip()
+        yield Finding("stock-differs", record.segment, (), detail)
 
 
 def _differences(ours: Arrays, theirs: Arrays) -> Iterator[tuple[str, str]]:

@@ -25,8 +25,8 @@ from hiddenstore.files import layout
 from hiddenstore.files.damage import DAMAGE, drop_caches, require_absent, twice
 from hiddenstore.files.documents import load
 from hiddenstore.files.layout import CommitName
-from hiddenstore.fs.seam import TEMP_PREFIX, Filesystem, is_temporary
-from hiddenstore.index.catalog import Catalog, read_catalog, read_replaced
+from hiddenstore.fs.seam import Filesystem, is_temporary
+from hiddenstore.index.catalog import Catalog, read_catalog, read_replaced, saved_snapshots
 from hiddenstore.index.file import IndexFile, index_numbers, renumbered
 from hiddenstore.index.listed import Listed
 from hiddenstore.index.publish import replaced_indexes
@@ -248,7 +248,7 @@ class _Frozen:
         self.inputs: set[str] = set()
         digests = dict(zip(catalog.names, catalog.digests, strict=True))
         for name in fs.list(layout.SNAPSHOTS_DIR):
-            if not name.startswith(TEMP_PREFIX):
+            if not is_temporary(name):
                 path = f"{layout.SNAPSHOTS_DIR}/{name}"
                 try:
                     snapshot = twice(fs, partial(load_snapshot, fs, name.removesuffix(".json")), path)
@@ -435,12 +435,11 @@ def _segment(fs: Filesystem, name: str) -> str | None:
 
 def _frozen(fs: Filesystem) -> Iterator[CommitName]:
     """The records that saved snapshots name."""
-    for name in fs.list(layout.SNAPSHOTS_DIR):
-        if name.endswith(".json") and not is_temporary(name):
-            path = f"{layout.SNAPSHOTS_DIR}/{name}"
-            snapshot = twice(fs, partial(load, fs, path, Snapshot), path)
-            parsed = (layout.parse_commit(entry.record) for entry in snapshot.commits)
-            yield from (commit for commit in parsed if commit is not None)
+    for name in saved_snapshots(fs):
+        path = layout.snapshot_path(name)
+        snapshot = twice(fs, partial(load, fs, path, Snapshot), path)
+        parsed = (layout.parse_commit(entry.record) for entry in snapshot.commits)
+        yield from (commit for commit in parsed if commit is not None)
 
 
 def unnamed_transforms(fs: Filesystem) -> Iterator[str]:

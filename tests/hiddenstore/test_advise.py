@@ -14,6 +14,7 @@ from torch import Tensor
 from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.cli import main
 from hiddenstore.codecs import CODECS
+from hiddenstore.codecs.recipes import RECIPES
 from hiddenstore.codecs.topk import top_tokens
 from hiddenstore.errors import ConfigError
 from hiddenstore.inspect.advise import (
@@ -22,6 +23,7 @@ from hiddenstore.inspect.advise import (
     clipped_values,
     distribution_change,
     fp8_per_token,
+    table_lines,
     through_codec,
     truncation_change,
     write_advice,
@@ -288,6 +290,14 @@ def test_a_person_reads_the_table_within_80_columns_and_how_to_ask_for_less(raw:
     asked = result.stderr[result.stderr.index("--max-channel-error") :].split()[:2]
     again = run("advise", raw.path, "--max-kl", "0.01", *asked, "-q")
     assert again.stdout == "compact\n"
+
+
+def test_figures_stand_under_their_heading_beside_the_longest_name_of_a_recipe(raw: Store) -> None:
+    advice = advise_store(raw, RecipeLimits())
+    longest = max(RECIPES, key=len)
+    rows = [row.model_copy(update={"recipe": longest} if row.recipe == "tiny" else {}) for row in advice.rows]
+    lines = table_lines(advice.model_copy(update={"rows": tuple(rows)}), 1000.0)
+    assert {len(line) for line in lines} == {len(lines[0])}
 
 
 def test_settings_without_paired_are_refused(raw: Store) -> None:

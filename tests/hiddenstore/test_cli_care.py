@@ -15,7 +15,8 @@ from hiddenstore.cli import main
 from hiddenstore.cli.care import parse_age
 from hiddenstore.errors import ConfigError
 from hiddenstore.store import Store
-from hiddenstore.testing.builders import make_store
+from hiddenstore.testing.builders import HEAD, capture_spec, make_store, target_files
+from hiddenstore.writer import create_store
 
 
 def run(*arguments: str) -> Result:
@@ -39,6 +40,44 @@ def test_verify_of_a_sound_store_is_one_calm_line(tmp_path: Path) -> None:
     assert len(result.stdout.splitlines()) == 1
     document = json.loads(run("verify", store.path, "--json").stdout)
     assert (document["schema"], document["ok"], document["findings"]) == ("hiddenstore.verify/1", True, [])
+
+
+def test_what_is_done_is_one_line_of_a_pipe_however_long_the_path(tmp_path: Path) -> None:
+    path = make_store(tmp_path / ("long" * 30), samples=4).path
+    copied, pushed, pulled = (str(tmp_path / (name * 20)) for name in ("copied", "pushed", "pulled"))
+    for words in (
+        ("verify", path),
+        ("repair", path),
+        ("gc", path),
+        ("snapshot", path, "one"),
+        ("copy", path, copied, "--container", "webdataset"),
+        ("push", copied, pushed),
+        ("pull", pushed, pulled),
+    ):
+        said = run(*words).stdout.splitlines()
+        assert len(said) == 1
+        assert said[0].startswith("✓ /")
+        assert len(said[0]) > 120
+
+
+@pytest.mark.parametrize("command", ["verify", "repair", "gc"])
+def test_what_is_done_to_all_of_a_store_is_not_done_to_a_snapshot(tmp_path: Path, command: str) -> None:
+    store = make_store(tmp_path, samples=4)
+    store.save_snapshot("one")
+    result = run(command, f"{store.path}@one")
+    assert result.exit_code == 2
+    assert f"fix: the same command with {store.path}\n" in result.stderr
+
+
+def test_a_share_of_what_is_not_looked_at_is_a_usage_error(tmp_path: Path) -> None:
+    result = run("verify", make_store(tmp_path, samples=4).path, "--full", "--share", "0.5")
+    assert result.exit_code == 2
+    assert "--share is for --meaning" in result.stderr
+
+
+def test_verify_of_no_samples_looked_at_all_of_them(tmp_path: Path) -> None:
+    store = create_store(tmp_path / "store", capture_spec(), HEAD, "safe", target_files())
+    assert "the states of 0 samples mean what the store says" in run("verify", store.path, "--meaning").stdout
 
 
 def test_verify_exits_3_and_names_file_samples_and_remedy(tmp_path: Path) -> None:

@@ -232,6 +232,7 @@ def test_verbose_prints_the_traceback(run_action: Callable[..., Result]) -> None
         (OSError(24, "Too many open files", "/x"), 5, "too-many-open-files"),
         (OSError(23, "Too many open files in system"), 5, "too-many-open-files"),
         (OSError(12, "Cannot allocate memory"), 5, "out-of-memory"),
+        (OSError(40, "Too many levels of symbolic links", "/x"), 5, "path-invalid"),
         (MemoryError(), 5, "out-of-memory"),
         (ImportError("libtorch.so: failed to map segment from shared object"), 5, "out-of-memory"),
         (RuntimeError("can't start new thread"), 5, "too-many-threads"),

@@ -165,13 +165,37 @@ def test_a_cache_that_cannot_be_written_is_said_with_what_helps(
 
 
 def test_a_folder_with_one_file_is_that_file_and_with_two_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "models"
+    folder = tmp_path / "my models"
     folder.mkdir()
     write_gguf(folder / "small.gguf")
     assert open_target(str(folder)).label == "small"
     (folder / "second.gguf").write_bytes((folder / "small.gguf").read_bytes())
-    with pytest.raises(ConfigError, match=r"several GGUF files: second.gguf, small.gguf"):
+    with pytest.raises(ConfigError, match=r"several GGUF files: second.gguf, small.gguf") as caught:
         target_folder(str(folder))
+    assert caught.value.hint == f"--target '{folder}/second.gguf'"
+
+
+def test_the_ending_of_a_file_may_be_in_capitals(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "SMALL.GGUF")
+    assert open_target(str(path)).label == open_target(str(tmp_path)).label == "SMALL"
+
+
+def test_a_tokenizer_that_cannot_be_read_is_said_before_any_weight_is_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "small.gguf")
+    (tmp_path / "tokenizer.json").write_text("{")
+    monkeypatch.setattr(module, "_write_model", lambda *_: pytest.fail("weights were converted"))
+    with pytest.raises(ConfigError, match=r"small\.gguf has a tokenizer\.json beside it that transformers cannot read"):
+        target_folder(str(path))
+    (tmp_path / "tokenizer.json").unlink()
+    reader = gguf.GGUFReader(path, "r+")
+    # A vocabulary of a kind that nobody knows, as in files of a later release.
+    reader.fields["tokenizer.ggml.model"].parts[-1][:] = np.frombuffer(b"gpt9", dtype=np.uint8)
+    reader.data.flush()
+    with pytest.raises(ConfigError, match=r"small\.gguf has a tokenizer that transformers cannot read: ") as caught:
+        target_folder(str(path))
+    assert caught.value.kind == "target-unreadable"
 
 
 def test_folders_and_hub_ids_stay_what_they_are(tmp_path: Path) -> None:

@@ -203,3 +203,17 @@ def test_verify_notes_samples_that_a_repair_dropped_until_they_are_captured_agai
     assert "the same collect" in run("verify", store.path).stdout
     recapture(store.path)
     assert [note for note in verify(store.path).notes if note.kind == "pending"] == []
+
+
+def test_a_file_that_is_no_snapshot_among_them_keeps_nobody_from_the_others(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples=SAMPLES)
+    store.save_snapshot("train-v1")
+    damage_and_repair(store)
+    for name in ("snapshots/train-v1 (1).json", "snapshots/.tmp-0123456789abcdef", "inputs/.tmp-0123456789abcdef"):
+        Path(store.path, name).write_bytes(b"{}")
+    said = run_json("info", store.path)
+    assert (said["snapshots"], said["inputs"]) == (["train-v1"], 1)
+    assert [item["name"] for item in run_json("snapshot", store.path)["snapshots"]] == ["train-v1"]
+    assert "froze" in {event["action"] for event in run_json("log", store.path)["events"]}
+    assert run_json("repair", store.path)["units"] == []
+    assert "name-invalid" in verify(store.path).kinds

@@ -1,11 +1,13 @@
 """Fingerprints: equal for one target however it was loaded, different for any other."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig
 
+from collectors.demo import TARGET_DIR
 from hiddenstore.targets.folder import open_target
 from hiddenstore.targets.identity import (
     chat_template_sha256,
@@ -163,3 +165,11 @@ def test_a_digest_that_one_side_does_not_state_is_no_difference_and_is_named():
     assert unstated_digests(old, one) == ["checkpoint_sha256", "tokenizer_rules_sha256"]
     assert identity_differences(one, other) == ["checkpoint_sha256: aaaaaaaa… expected, bbbbbbbb… found"]
     assert identity_differences(one, other, same_target=True) == []
+
+
+@pytest.mark.parametrize("written", ["[]", "7", "null", "{", ""])
+def test_a_generation_config_that_is_no_object_names_no_end_and_stops_nobody(tmp_path, written):
+    folder = tmp_path / "target"
+    shutil.copytree(TARGET_DIR, folder)
+    (folder / "generation_config.json").write_text(written)
+    assert open_target(str(folder)).end_ids == (LlamaConfig.from_pretrained(folder).eos_token_id,)

@@ -33,6 +33,7 @@ from hiddenstore.testing.builders import (
     random_records,
     target_files,
 )
+from hiddenstore.verify import verify
 from hiddenstore.writer import create_store, write_unit
 from schemas.manifest import Reject
 
@@ -154,7 +155,7 @@ def test_samples_are_found_by_index_id_and_start_of_id(store: Store) -> None:
     assert find_sample(store, ids[5][:10].upper()) == ids[5]
     with pytest.raises(NotFoundError, match="12 samples"):
         find_sample(store, "zz")
-    for odd in ("--1", "²"):
+    for odd in ("--1", "²", "9" * 5000):
         with pytest.raises(NotFoundError):
             find_sample(store, odd)
     with pytest.raises(NotFoundError):
@@ -260,6 +261,19 @@ def test_text_of_the_bundled_tokenizer_is_shown_and_ids_without_one(tmp_path: Pa
     assert [int(word) for word in ids] == store.sample(store.sample_ids[0]).input_ids.tolist()
 
 
+def test_a_tokenizer_that_this_release_cannot_read_is_an_error_that_names_it(tmp_path: Path) -> None:
+    later = word_tokenizer().to_str().replace('"WordLevel"', '"OfALaterRelease"').encode()
+    store = create_store(tmp_path / "s", capture_spec(), HEAD, "safe", {**target_files(), "tokenizer.json": later})
+    write_unit(store, "u-000000", "0" * 64, random_records(make_samples(1), store.capture), (), ENGINE)
+    shown = CliRunner().invoke(main, ["show", store.path], prog_name="hiddenstore")
+    assert shown.exit_code == 2
+    assert "target/tokenizer.json cannot be loaded" in shown.stderr
+    with pytest.raises(ConfigError, match="cannot be loaded") as caught:
+        _ = Store.open(store.fs).tokenizer
+    assert caught.value.kind == "target-unreadable"
+    assert verify(store.fs, "meaning").kinds["tokenizer-unreadable"] == 1
+
+
 def test_norms_leave_the_sink_out_of_the_profile(store: Store) -> None:
     record = store[store.sample_ids[0]]
     norms = layer_norms(record, store.capture.aux_fields)
@@ -331,6 +345,13 @@ def test_stores_of_different_width_or_without_a_common_sample_say_why_they_are_n
     one = make_store(tmp_path / "one", width=32)
     assert compare(one, make_store(tmp_path / "wide", width=48)).not_compared == "the targets have different widths"
     assert compare(one, make_store(tmp_path / "other", seed=9)).not_compared == "no sample is held by both"
+
+
+def test_two_stores_without_a_sample_are_equal_within_any_tolerance(tmp_path: Path) -> None:
+    places = [str(create_store(tmp_path / name, capture_spec(), HEAD, "safe", target_files()).path) for name in "ab"]
+    said = CliRunner().invoke(main, ["diff", *places, "--tolerance", "0.01"], prog_name="hiddenstore")
+    assert "  equal\n" in said.stdout
+    assert said.exit_code == 0
 
 
 def test_rows_that_are_not_finite_are_counted_and_left_out() -> None:

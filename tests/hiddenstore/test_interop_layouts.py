@@ -1,6 +1,7 @@
 """Exporting a store in the layouts of SpecForge, ModelOpt and DeepSpec: documented keys, exact rows, refusals."""
 
 import json
+import resource
 import struct
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 from hiddenstore.dumps import LAYOUTS, SHORT_NAMES, get_layout
 from hiddenstore.dumps.common import export_samples
-from hiddenstore.errors import ConfigError, FormatError
+from hiddenstore.errors import ConfigError, FormatError, StorageError
 from hiddenstore.records import Record
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
@@ -112,6 +113,18 @@ def test_zeros_stand_where_nothing_is_held_and_are_not_normed_into_something(tmp
         assert not found[torch.from_numpy(~held)].any()
         missing += int((~held).sum())
     assert report.zero_rows == missing > 0
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS])
+def test_a_disk_that_takes_no_more_bytes_is_named_in_every_layout(store: Store, tmp_path: Path, name: str) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(StorageError, match="out: File too large"):
+            export_samples(store, tmp_path / "out", get_layout(name))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "out").exists()
 
 
 def test_short_names_are_those_of_a_layout() -> None:

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hiddenstore.errors import ConfigError
+from hiddenstore.files.layout import kind_of
+from hiddenstore.share.hub import open_remote
 from hiddenstore.share.remote import CARD, SUMS
 from tests.hiddenstore.hub_double import HubDouble, in_place_of_the_hub
 from tests.tiny_world import World, run, tree
@@ -36,6 +39,30 @@ def test_what_a_newer_drafter_no_longer_has_goes_and_what_others_put_there_stays
     assert "notes.txt" in history[-1]
 
 
+def test_of_an_older_drafter_nothing_stays_beside_the_newer_one_and_half_of_one_is_none(
+    hub: HubDouble, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, older, here = "hf://me/drafter", tmp_path / "older", tmp_path / "here"
+    shutil.copytree(Path(world / "exported"), older)
+    (older / "second.safetensors").write_bytes(bytes(4_000))
+    (older / "third.safetensors").write_bytes(bytes(4_000))
+    (older / "config.json").write_text((older / "config.json").read_text() + "\n")
+    assert run("push", str(older), place, "-q") == 0
+    assert run("pull", place, str(here), "-q") == 0
+    (here / "third.safetensors").write_bytes(b"mine")
+    assert run("push", world / "exported", place, "-q") == 0
+    hub.fault = lambda method, path: 404 if path.endswith("/config.json") else None
+    assert run("pull", place, str(here), "-q") != 0
+    assert kind_of(here) != "drafter"
+    hub.fault = lambda method, path: None
+    capsys.readouterr()
+    assert run("pull", place, str(here)) == 0
+    assert kind_of(here) == "drafter"
+    exported = tree(Path(world / "exported"))
+    assert {name for name in tree(here) if name not in (CARD, SUMS)} == {*exported, "third.safetensors"}
+    assert (here / "third.safetensors").read_bytes() == b"mine"
+
+
 def test_a_drafter_is_pushed_with_its_card_and_comes_back(
     hub: HubDouble, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,6 +84,36 @@ def test_a_drafter_is_pushed_with_its_card_and_comes_back(
     assert "Mine" in hub.repos["me/drafter"].files[CARD].decode()
 
 
+def test_a_pulled_drafter_is_served_by_the_engine_it_was_exported_for(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafter = tmp_path / "drafter"
+    shutil.copytree(Path(world / "exported"), drafter)
+    about = json.loads((drafter / "hiddenstore.json").read_text()) | {"engine": "sglang"}
+    (drafter / "hiddenstore.json").write_text(json.dumps(about))
+    (tmp_path / "empty.md").write_text("")
+    assert run("push", str(drafter), str(tmp_path / "place"), "--card", str(tmp_path / "empty.md")) == 0
+    capsys.readouterr()
+    assert run("pull", str(tmp_path / "place"), str(tmp_path / "here")) == 0
+    assert "--engine sglang" in capsys.readouterr().err
+    assert (tmp_path / "here" / CARD).read_text() == ""
+
+
+def test_neither_a_store_nor_another_drafter_takes_the_place_of_a_drafter_in_a_bucket(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafter, place = tmp_path / "drafter", tmp_path / "place"
+    shutil.copytree(Path(world / "exported"), drafter)
+    (drafter / "draft.safetensors").write_bytes(bytes(100))
+    assert run("push", str(drafter), str(place), "-q") == 0
+    pushed = tree(place)
+    for other in ("store", "exported"):
+        capsys.readouterr()
+        assert run("push", world / other, str(place), "-q") == 6
+        assert "output-exists" in capsys.readouterr().err
+        assert tree(place) == pushed
+
+
 @pytest.mark.parametrize("name", ["draft:8b.gguf", "draft\\8b.gguf", os.fsdecode(b"draft\xff.gguf")])
 def test_a_drafter_with_a_name_that_no_pull_takes_is_not_pushed_and_the_name_is_said(
     hub: HubDouble, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -73,3 +130,19 @@ def test_a_drafter_with_a_name_that_no_pull_takes_is_not_pushed_and_the_name_is_
     assert said["fix"].startswith("mv ")
     assert said["fix"].endswith("/drafter/draft-8b.gguf" if "8b" in name else "/drafter/draft-.gguf")
     assert hub.repos == {}
+
+
+def test_a_folder_without_anything_that_was_pushed_is_said_to_be_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "place").mkdir()
+    assert run("pull", str(tmp_path / "place"), str(tmp_path / "here")) == 2
+    assert "place holds no SHA256SUMS: nothing was pushed there" in capsys.readouterr().err
+    assert not (tmp_path / "here").exists()
+
+
+@pytest.mark.parametrize("address", ["hf://datasets/states", "hf://datasets/states@main", "hf://datasets/", "hf://me"])
+def test_an_address_without_an_owner_is_no_repository_of_another_kind(address: str) -> None:
+    with pytest.raises(ConfigError, match="expected hf://datasets/OWNER/NAME") as caught:
+        open_remote(address)
+    assert caught.value.kind == "address-invalid"

@@ -202,6 +202,20 @@ def test_a_damaged_sample_is_a_problem_on_the_page_which_is_made_all_the_same(tm
     Reader(out.read_text(encoding="utf-8"))
 
 
+def test_a_page_of_a_snapshot_says_nothing_of_what_was_written_later(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples=6)
+    store.save_snapshot("old")
+    before = {record.unit for record in store.commits()}
+    later = next(record for record in make_store(tmp_path, samples=9).commits() if record.unit not in before)
+    Path(store.path, later.segment, "layer_1/c/0/0").unlink()
+    frozen, whole = (
+        " ".join(verdict.text for _, verdict in store_page(Store.open(store.path, name)).verdicts)
+        for name in ("old", None)
+    )
+    assert "does not exist" in whole
+    assert "does not exist" not in frozen
+
+
 def test_the_most_urgent_verdict_comes_first() -> None:
     order = [Verdict("good", "a"), Verdict("bad", "b"), Verdict("unknown", "c"), Verdict("look", "d")]
     page = Page("t", "", [], [Section("s", Html(), verdicts=tuple(order))])

@@ -495,6 +495,10 @@ def test_a_share_of_the_samples_can_be_looked_at(tmp_path: Path, target: Target)
     report = verify(store.path, "meaning", sample_share=0.3)
     assert report.samples_checked in (6, 7)
     assert report.findings == []
+    assert report.sample_share == report.samples_checked / B
+    # Rounded up, these are all: nothing is left that another share would look at.
+    report = verify(store.path, "meaning", sample_share=0.96)
+    assert (report.samples_checked, report.sample_share) == (B, 1)
 
 
 def test_unless_told_it_looks_at_what_a_fifth_of_the_capture_pays_for(
@@ -509,7 +513,9 @@ def test_unless_told_it_looks_at_what_a_fifth_of_the_capture_pays_for(
     assert affordable_share(store) == pytest.approx(0.2 * capture / look)
     report = verify(store.path, "meaning")
     assert 1 <= report.samples_checked < B
-    assert report.sample_share == affordable_share(store)
+    # As many as the share says, rounded up, and the profile's own.
+    assert 0 <= report.samples_checked - affordable_share(store) * B < 2
+    assert report.sample_share == report.samples_checked / B
 
 
 def test_what_too_few_samples_left_undecided_names_the_share_and_the_option_that_looks_at_all(

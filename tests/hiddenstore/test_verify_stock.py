@@ -1,8 +1,11 @@
 """Stock objects of a store, and ``verify --stock``: zarr-python and webdataset read what our reader reads."""
 
+import io
 import json
+import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import webdataset
 import zarr
@@ -104,6 +107,21 @@ def test_a_tar_header_that_names_another_member_is_seen(tmp_path: Path) -> None:
     assert stock(store, full=True).findings[0].kind == "file-corrupt"
 
 
+def test_a_sample_that_only_stock_software_reads_is_seen(tmp_path: Path) -> None:
+    store = make_store(tmp_path, container="webdataset")
+    record = store.commits()[0]
+    with tarfile.open(Path(store.path, record.segment, "samples.tar"), "a") as tar:
+        further = tarfile.TarInfo(f"{'f' * 32}.input_ids.npy")
+        data = io.BytesIO()
+        np.save(data, store[0].sample.input_ids)
+        further.size = data.tell()
+        data.seek(0)
+        tar.addfile(further, data)
+    (finding,) = [finding for finding in stock(store).findings if finding.kind == "stock-differs"]
+    assert (finding.path, finding.samples) == (record.segment, ())
+    assert f"reads sample {'f' * 32}" in finding.detail
+
+
 def test_a_group_that_only_stock_software_reads_the_metadata_of_is_seen(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     record = store.commits()[0]
@@ -124,6 +142,17 @@ def test_a_chunk_that_nobody_can_read_is_named_by_both(tmp_path: Path) -> None:
     chunk.write_bytes(data)
     assert [finding.kind for finding in stock(store).findings] == ["stock-differs"]
     assert [finding.kind for finding in stock(store, full=True).findings] == ["file-corrupt", "stock-differs"]
+
+
+def test_a_damage_that_every_part_of_a_verification_meets_is_one_finding(tmp_path: Path) -> None:
+    store = make_store(tmp_path, container="webdataset")
+    tar = Path(store.path, store.commits()[0].segment, "samples.tar")
+    data = bytearray(tar.read_bytes())
+    data[len(data) // 2] ^= 1
+    tar.write_bytes(data)
+    found = verify(store.path, "meaning", 1, also_bytes=True, also_stock=True).findings
+    assert "chunk-corrupt" in {finding.kind for finding in found}
+    assert len(found) == len(set(found))
 
 
 def test_the_command_says_so_in_one_line_and_exits_3_where_they_differ(tmp_path: Path) -> None:

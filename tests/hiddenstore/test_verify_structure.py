@@ -42,6 +42,20 @@ def test_a_healthy_store_has_no_finding_at_the_first_two_depths(tmp_path: Path, 
     assert report.bytes_checked > sum(record.bytes_stored for record in store.commits())
 
 
+@pytest.mark.parametrize("container", ["zarr", "webdataset"])
+def test_bytes_that_are_not_there_are_not_counted_as_checked(tmp_path: Path, container: str) -> None:
+    store = make_store(tmp_path, samples=10, container=container)
+    whole = verify(store.path, "bytes").bytes_checked
+    first, second = (Path(store.path, record.segment) for record in store.commits()[:2])
+    gone, cut = (
+        max((f for f in unit.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size) for unit in (first, second)
+    )
+    left = whole - gone.stat().st_size - cut.stat().st_size
+    gone.unlink()
+    cut.write_bytes(cut.read_bytes()[:-1])
+    assert verify(store.path, "bytes").bytes_checked == left
+
+
 def test_structure_is_checked_without_torch(tmp_path: Path) -> None:
     """Loading it takes longer than a small store."""
     store = make_store(tmp_path, samples=10)

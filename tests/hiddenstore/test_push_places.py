@@ -1,0 +1,94 @@
+"""Two stores of one capture: neither takes the other's place, there or here, and one that grows is still the same."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hiddenstore.errors import ConflictError
+from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.share.hub import open_remote
+from hiddenstore.share.pull import pull
+from hiddenstore.share.push import push_store
+from hiddenstore.share.remote import SUMS, Remote, StorageRemote
+from hiddenstore.store import Store
+from hiddenstore.testing.builders import make_store
+from hiddenstore.testing.workload import contents
+from tests.accepting import repair_all
+from tests.hiddenstore.hub_double import in_place_of_the_hub
+from tests.tiny_world import tree
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:(httpx2|huggingface_hub).*")
+
+
+@pytest.fixture(params=["hub", "bucket"])
+def remote(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
+    if request.param == "bucket":
+        yield StorageRemote(LocalFilesystem(tmp_path / "place"))
+        return
+    with in_place_of_the_hub(monkeypatch):
+        yield open_remote("hf://datasets/me/states")
+
+
+def made(folder: Path, samples: int) -> Store:
+    folder.mkdir()
+    return make_store(folder, samples=samples, container="webdataset")
+
+
+def silent(_label: str, _total: int) -> object:
+    return lambda _count: None
+
+
+def push(store: Store, remote: Remote) -> None:
+    push_store(store, remote, "---\n---\n# A card\n", False, silent)  # type: ignore[arg-type]
+
+
+def test_a_store_of_the_same_capture_and_other_text_takes_nobody_s_place(remote: Remote, tmp_path: Path) -> None:
+    one, other = made(tmp_path / "one", 12), made(tmp_path / "other", 5)
+    assert one.manifest == other.manifest
+    push(one, remote)
+    with pytest.raises(ConflictError, match="holds another store: 9 units of it, such as") as caught:
+        push(other, remote)
+    assert caught.value.kind == "output-exists"
+    pull(remote, tmp_path / "here", silent)  # type: ignore[arg-type]
+    assert contents(Store.open(tmp_path / "here")) == contents(one)
+    elsewhere = StorageRemote(LocalFilesystem(tmp_path / "elsewhere"))
+    push(other, elsewhere)
+    before = tree(tmp_path / "here")
+    with pytest.raises(ConflictError, match="another store was pulled to"):
+        pull(elsewhere, tmp_path / "here", silent)  # type: ignore[arg-type]
+    assert tree(tmp_path / "here") == before
+
+
+def test_a_list_of_sums_that_is_damaged_here_comes_again_and_opens_the_folder_to_no_other_store(
+    remote: Remote, tmp_path: Path
+) -> None:
+    one, other, here = made(tmp_path / "one", 12), made(tmp_path / "other", 5), tmp_path / "here"
+    push(one, remote)
+    pull(remote, here, silent)  # type: ignore[arg-type]
+    whole = tree(here)
+    (here / SUMS).write_bytes((here / SUMS).read_bytes().replace(b"  ", b" ", 1))
+    elsewhere = StorageRemote(LocalFilesystem(tmp_path / "elsewhere"))
+    push(other, elsewhere)
+    with pytest.raises(ConflictError, match="another store was pulled to"):
+        pull(elsewhere, here, silent)  # type: ignore[arg-type]
+    assert pull(remote, here, silent).bytes_read == 0  # type: ignore[arg-type]
+    assert tree(here) == whole
+
+
+def test_a_store_that_was_repaired_and_has_grown_is_the_same_one(remote: Remote, tmp_path: Path) -> None:
+    store = made(tmp_path / "one", 12)
+    push(store, remote)
+    pull(remote, tmp_path / "here", silent)  # type: ignore[arg-type]
+    record = max(store.commits(), key=lambda record: len(record.samples))
+    tar = Path(store.path, record.segment, "samples.tar")
+    data = bytearray(tar.read_bytes())
+    data[len(data) // 2] ^= 1
+    tar.write_bytes(bytes(data))
+    assert repair_all(store.path).dropped
+    make_store(Path(store.path).parent, samples=5, container="webdataset")
+    grown = Store.open(store.path)
+    assert {record.unit for record in grown.commits()} > {record.unit for record in store.commits()}
+    push(grown, remote)
+    pull(remote, tmp_path / "here", silent)  # type: ignore[arg-type]
+    assert contents(Store.open(tmp_path / "here")) == contents(grown)
