@@ -33,8 +33,8 @@ class TimedBatch(generate._Batch):
 def one_round(target: LoadedTarget, prompts: list[list[int]], sampling: Sampling) -> dict[str, float]:
     began, first = time.process_time(), []
 
-    def beat(tokens: int) -> None:
-        if tokens and not first:
+    def beat(drawn: int, _read: int) -> None:
+        if drawn and not first:
             first.append(time.process_time())
 
     batch = TimedBatch(target, prompts, sampling, "answers")

@@ -77,7 +77,7 @@ def generate_batch(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     name: str,
-    beat: Beat = lambda tokens: None,
+    beat: Beat = lambda drawn, read: None,
 ) -> Iterator[tuple[int, Answer]]:
     """Continue every prompt until an end token or ``max_new_tokens``: its index and answer as each ends.
 
@@ -119,7 +119,7 @@ class _Batch:
             before = [self._rows[row] for row in self._running]
             self._record(tokens)
             yield from ((index, Answer(self._answers[index], True)) for index in before if self._ended[index])
-            beat(len(self._running))
+            beat(len(self._running), 0)
             if not self._running or step == self._sampling.max_new_tokens:
                 break
             tokens = self._compact(tokens)
@@ -144,7 +144,7 @@ class _Batch:
             mask = None if self._mask is None else self._mask[rows, start:width]
             mask = None if mask is None or bool(mask.all()) else mask
             yield self._logits(self._prompt_ids[rows, start:], mask, positions.clamp_min(0), self._cache)
-            beat(0)
+            beat(0, int(self._lengths[rows].sum()))
         for layer in layers:
             layer.hand_out(width)
 

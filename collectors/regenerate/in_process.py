@@ -176,13 +176,13 @@ class WorkerPool:
             try:
                 message = self._messages.get(timeout=_POLL_S)
             except Empty:
-                beat(0)
+                beat(0, 0)
                 _raise_what_failed(futures)
                 continue
             if message is None:
                 ended += 1
-            elif isinstance(message, int):
-                beat(message)
+            elif len(message) == 2:
+                beat(*message)
             else:
                 yield message
 
@@ -219,10 +219,10 @@ def _start_worker(options: RegenerateOptions, threads: int, messages: "Queue[Any
 
 
 def _answer(sampling: Sampling, prompts: list[list[int]], name: str) -> None:
-    def beat(tokens: int) -> None:
+    def beat(drawn: int, read: int) -> None:
         if _stop.is_set():
             raise _StoppedError
-        _messages.put(tokens)
+        _messages.put((drawn, read))
 
     try:
         for row, answer in generate_batch(_target, prompts, sampling, name, beat):

@@ -86,8 +86,8 @@ def regenerate(options: RegenerateOptions, stopping: Callable[[], bool] = lambda
     folder.claim(answer_settings(options, label, target_digests(options)))
     shard_report = report = RegenerateReport(str(out))
 
-    def beat(tokens: int) -> None:
-        shard.count_drawn(tokens)
+    def beat(drawn: int, read: int) -> None:
+        shard.count_underway(drawn, read)
         if stopping():
             raise InterruptError(
                 "stopped as asked; every answer so far is kept", kind=Kind.INTERRUPTED, hint="the same command goes on"
@@ -144,6 +144,7 @@ class _Shard:
     conversations: int = 0
     of_all: int = 0
     drawn: int = 0
+    prompt_tokens: int = 0
     ended: int = 0
     warned: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -172,12 +173,13 @@ class _Shard:
                 self._warn_of_cuts()
             self._show(1)
 
-    def count_drawn(self, tokens: int) -> None:
-        """Show tokens of answers that have not ended."""
+    def count_underway(self, drawn: int, read: int) -> None:
+        """Show tokens of answers that have not ended, and of prompts, which are read before the first of those."""
         with self.lock:
-            if tokens and not self.drawn:
+            if drawn and not self.drawn:
                 self.progress.restart_clock()
-            self.drawn += tokens
+            self.drawn += drawn
+            self.prompt_tokens += read
             self._show(0)
 
     def _warn_of_cuts(self) -> None:
@@ -198,7 +200,10 @@ class _Shard:
         tokens = max(self.drawn, self.report.new_tokens)
         # Answers that have not ended count by how far they have come, or nothing could be said of the first minute.
         self.progress.underway = max(0, self.drawn - self.ended) / self.options.limit
-        self.progress.advance(answers, tokens=tokens, cut=self.report.cut, looping=self.report.dropped["looping"])
+        counts = {"tokens": tokens, "cut": self.report.cut, "looping": self.report.dropped["looping"]}
+        # A server does not say what it has read.
+        counts |= {"prompt_tokens": self.prompt_tokens} if self.prompt_tokens else {}
+        self.progress.advance(answers, **counts)
 
 
 def _conversations(sources: list[Source], options: RegenerateOptions) -> Iterator[Rewrite | tuple[str, str]]:

@@ -155,7 +155,7 @@ def _names(calls: Any) -> list[str]:
 
 Recorded = Callable[[Rewrite], list[Reply]]
 Take = Callable[[Rewrite, Reply], None]
-Beat = Callable[[int], None]
-"""Gets the tokens drawn since it was called last, often; may raise to stop."""
+Beat = Callable[[int, int], None]
+"""Gets the tokens drawn, and those of prompts read, since it was called last; often; may raise to stop."""
 AnswerAll = Callable[[Iterator[Rewrite], Recorded, Take, Beat], None]
 """Answers every turn of every conversation: those recorded first; ``Take`` gets each reply."""

@@ -184,10 +184,10 @@ class _ServerRun:
         for thread in threads:
             while thread.is_alive() and self._error is None:
                 thread.join(_POLL_S)
-                beat(0)
+                beat(0, 0)
         if self._error is not None:
             raise self._error
-        beat(0)
+        beat(0, 0)
 
     def _work(self, rewrites: Iterator[Rewrite], last: bool) -> None:
         try:

@@ -98,11 +98,11 @@ def test_a_part_of_a_prefill_holds_neighbours_within_the_limit_and_names_the_lon
 
 
 def test_the_first_sign_of_life_comes_before_all_prompts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, seen = tiny_target("llama"), list[int]()
+    target, seen = tiny_target("llama"), list[tuple[int, int]]()
     monkeypatch.setitem(generate.PREFILL_TOKENS, "cpu", 1)
-    list(generate.generate_batch(target, PROMPTS, Sampling(0, 2), "t", seen.append))
-    assert seen[: len(PROMPTS)] == [0] * len(PROMPTS)
-    assert seen[len(PROMPTS)] == len(PROMPTS)
+    list(generate.generate_batch(target, PROMPTS, Sampling(0, 2), "t", lambda *counts: seen.append(counts)))
+    assert seen[: len(PROMPTS)] == [(0, len(prompt)) for prompt in PROMPTS]
+    assert seen[len(PROMPTS)] == (len(PROMPTS), 0)
 
 
 def test_compacting_the_batch_changes_no_greedy_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +354,7 @@ from collectors.regenerate.in_process import WorkerPool
 from collectors.regenerate.options import RegenerateOptions
 
 with WorkerPool(RegenerateOptions(("unread",), "unwritten", sys.argv[1]), 1) as pool:
-    for _, _, answer in pool.answer(Sampling(0.8, 40), [([[5, 6, 7]] * 800, "a batch")], lambda _tokens: None):
+    for _, _, answer in pool.answer(Sampling(0.8, 40), [([[5, 6, 7]] * 800, "a batch")], lambda _drawn, _read: None):
         if not answer.ended:
             time.sleep(1)  # by now the worker holds more of them than a pipe takes
             break
