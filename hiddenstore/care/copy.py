@@ -54,15 +54,16 @@ from schemas.manifest import Container
 def check_sources(
     sources: Sequence[Store], location: str | Path | Filesystem, same_target: bool = False, any_layers: bool = False
 ) -> list[str]:
-    """Refuse a copy onto a source (``output-exists``) and sources of two captures (``store-mismatch``), or of two
-    captures than that which is at ``location``; warnings about digests that not all of them state.
+    """Refuse a copy onto or into a source (``output-exists``) and sources of two captures (``store-mismatch``), or of
+    two captures than that which is at ``location``; warnings about digests that not all of them state.
 
     ``same_target`` takes another checkpoint where the layer profiles agree, ``any_layers`` sources of other layers.
     """
     address = open_filesystem(location).address
     for source in sources:
-        if source.fs.address == address:
-            raise ConflictError(f"{source.path} cannot be copied onto itself", kind=Kind.OUTPUT_EXISTS)
+        if f"{address}/".startswith(f"{source.fs.address}/"):
+            where = "onto itself" if source.fs.address == address else f"into itself, {location}"
+            raise ConflictError(f"{source.path} cannot be copied {where}", kind=Kind.OUTPUT_EXISTS)
     first, others, warnings = sources[0], [*sources[1:]], list[str]()
     with suppress(NotFoundError):
         others.append(Store.open(location, strict=False))

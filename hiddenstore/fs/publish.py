@@ -187,8 +187,10 @@ def _hidden_name(out: Path) -> str:
 def _link(hidden: Path, out: Path) -> None:
     try:
         os.link(hidden, out)
-    except FileExistsError:
+    except FileExistsError as error:
         refuse_existing_file(out)
+        # The name is free again; who waits for these bytes must hear that they are not there.
+        raise ConflictError(f"{out} was written by somebody else, too", kind=Kind.OUTPUT_EXISTS) from error
     except OSError as error:
         # Some filesystems know no hard links; between the question and the rename somebody could come first.
         refuse_existing_file(out)

@@ -80,9 +80,16 @@ def parse_sums(data: bytes, where: str) -> dict[str, str]:
 
 
 def read_sums(remote: Remote) -> dict[str, str]:
-    """What was pushed to ``remote``; nothing where no push was finished."""
-    size = remote.size(SUMS)
-    return {} if size is None else parse_sums(remote.read_range(SUMS, 0, size), f"{remote.address}/{SUMS}")
+    """What was pushed to ``remote``; nothing where no push was finished. Raises as ``parse_sums``; StorageError
+    ``io-error``: less came than there is, and lines that are missing would be files that nobody pushed."""
+    size, where = remote.size(SUMS), f"{remote.address}/{SUMS}"
+    if size is None:
+        return {}
+    data = remote.read_range(SUMS, 0, size)
+    if len(data) != size:
+        problem = f"{where}: {len(data):,} bytes came of {size:,}"
+        raise StorageError(problem, kind=Kind.IO_ERROR, hint="the same command goes on")
+    return parse_sums(data, where)
 
 
 def lost_units(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:

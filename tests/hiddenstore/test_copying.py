@@ -288,11 +288,14 @@ def test_sources_with_other_layers_are_refused_before_anything_is_written(tmp_pa
     assert not (tmp_path / "copy").exists()
 
 
-def test_a_store_cannot_be_copied_onto_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("inside", [".", "copy", "commits/copy"])
+def test_a_store_cannot_be_copied_onto_or_into_itself(tmp_path: Path, inside: str) -> None:
     source = make_store(tmp_path, samples=2)
-    with pytest.raises(ConflictError) as caught:
-        open_copy([source], source.path)
+    with pytest.raises(ConflictError, match="copied") as caught:
+        open_copy([source], Path(source.path) / inside)
     assert caught.value.kind == "output-exists"
+    beside = f"{source.path}-copy"
+    assert len(open_copy([source], beside).units) == 1
 
 
 def test_an_empty_choice_is_an_error(tmp_path: Path) -> None:

@@ -91,6 +91,17 @@ def test_of_two_writers_of_a_name_one_is_refused_and_nothing_is_mixed(tmp_path: 
     assert (out / "all" if kind == "folder" else out).read_bytes() == b"all"
 
 
+def test_a_name_that_was_taken_and_is_free_again_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(_hidden: Path, out: Path) -> None:
+        raise FileExistsError(errno.EEXIST, "taken", str(out))
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(ConflictError, match="somebody else") as caught:
+        write("file", tmp_path / "out")
+    assert caught.value.kind == "output-exists"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_fails_inside_keeps_its_own_error_and_leaves_nothing(tmp_path: Path) -> None:
     for error in (CorruptionError("torn", kind=Kind.FILE_SHORT), StorageError("gone", kind=Kind.SERVER_TIMEOUT)):
         with pytest.raises(type(error)) as caught, new_folder(tmp_path / "out"):

@@ -164,6 +164,8 @@ def test_the_throughput_file_turns_attention_dp_on_and_batches() -> None:
     assert settings["enable_attention_dp"] is True
     assert settings["cuda_graph_config"] == {"enable_padding": True, "max_batch_size": 128}
     assert "128" in plan.command
+    graphs = planned("trtllm", method="mtp", settings=("cuda_graph_config.max_batch_size=8",)).command
+    assert graphs[graphs.index("--max_batch_size") + 1] == "8"
     own = planned("trtllm", method="mtp", settings=("profile=throughput",), flags=("--max_batch_size", "8")).command
     assert own.count("--max_batch_size") == 1
     assert own[-1] == "8"

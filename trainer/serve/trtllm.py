@@ -281,7 +281,9 @@ def plan(request: ServeRequest) -> ServePlan:
     batch = flag_value(request.flags, "--max_batch_size")
     batch_flags: tuple[str, ...] = ()
     if batch is None:
-        batch = str(PROFILES[profile]["cuda_graph_config"]["max_batch_size"])
+        graphs = settings.get("cuda_graph_config")
+        own = graphs.get("max_batch_size") if isinstance(graphs, Mapping) else None
+        batch = str(own or PROFILES[profile]["cuda_graph_config"]["max_batch_size"])
         batch_flags = ("--max_batch_size", batch)
     serve = ("trtllm-serve", request.target, "--backend", "pytorch")
     start = _bench(request, batch) if request.form == "bench" else serve

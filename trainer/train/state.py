@@ -18,9 +18,9 @@ from hiddenstore.console.output import output
 from hiddenstore.data import Cursor, SampleView, TokenBatches
 from hiddenstore.data.view import WHOLE
 from hiddenstore.errors import ConfigError, CorruptionError, Kind, StorageError
-from hiddenstore.files import layout
 from hiddenstore.files.documents import seal, unseal
 from hiddenstore.files.lock import FolderLock
+from hiddenstore.index.catalog import saved_snapshots
 from hiddenstore.store import Store
 from hiddenstore.targets.load import pick_device
 from hiddenstore.threads import keep_freed_memory
@@ -93,9 +93,9 @@ class TrainState:
         """Name of the published snapshot that the epoch of ``cursor`` reads; empty for the run's own."""
         prefix = f"{run_snapshot(self.path).name}.epoch-"
         published = {
-            int(number): name.removesuffix(".json")
-            for name in self.store.fs.list(layout.SNAPSHOTS_DIR)
-            if (number := name.removeprefix(prefix).removesuffix(".json")).isdecimal() and name.startswith(prefix)
+            int(number): name
+            for name in saved_snapshots(self.store.fs)
+            if name.startswith(prefix) and (number := name.removeprefix(prefix)).isdecimal()
         }
         if begins and cursor.epoch and cursor.epoch not in published:
             try:
