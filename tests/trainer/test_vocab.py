@@ -59,6 +59,19 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         DraftVocab.load(path, 9)
 
 
+def test_a_flipped_bit_of_a_vocabulary_is_damage_and_never_another_vocabulary(tmp_path: Path) -> None:
+    vocab, path = DraftVocab.of_ids(torch.tensor([1, 4, 7]), 9), tmp_path / "vocab.safetensors"
+    data = vocab.save_bytes()
+    for place in range(8 * 8, 8 * len(data)):
+        flipped = bytearray(data)
+        flipped[place // 8] ^= 1 << (place % 8)
+        path.write_bytes(flipped)
+        try:
+            assert torch.equal(DraftVocab.load(path, 9).d2t, vocab.d2t), place
+        except (CorruptionError, ConfigError) as error:
+            assert str(path) in error.message, place
+
+
 @pytest.mark.parametrize("ids", [[1, 1], [-1, 2], [3, 9]])
 def test_ids_outside_the_target_or_twice_are_refused(ids: list[int]) -> None:
     with pytest.raises(ConfigError) as caught:
