@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hiddenstore.data import WHOLE, SampleView
 from hiddenstore.errors import ConfigError, CorruptionError, Kind, NotFoundError
+from hiddenstore.fs.disk import read_whole, require_whole_links
 from hiddenstore.store import Store
 
 
@@ -103,6 +104,7 @@ class DraftVocab:
         tokens; ConfigError: it does not fit a target of ``target_size`` tokens."""
         path = Path(path)
         if not path.is_file():
+            require_whole_links(str(path))
             raise NotFoundError(f"no draft vocabulary at {path}", kind=Kind.PATH_MISSING)
         d2t, t2d = _read_tensors(path)
         ids = torch.arange(len(d2t)) + d2t.long()
@@ -125,7 +127,7 @@ def _read_tensors(path: Path) -> tuple[Tensor, Tensor | None]:
 
     try:
         if path.suffix == ".safetensors":
-            stored: object = load_tensors(path.read_bytes())
+            stored: object = load_tensors(read_whole(path))
         elif path.suffix == ".npy":
             stored = torch.from_numpy(np.load(path, allow_pickle=False))
         else:

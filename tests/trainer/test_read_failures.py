@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hiddenstore.errors import ConflictError, CorruptionError, StorageError
+from hiddenstore.errors import ConflictError, CorruptionError, HiddenstoreError, StorageError
 from hiddenstore.store import Store
 from tests.trainer.export_cases import make
 from tests.trainer.runs import WORDS, tiny_store
@@ -15,7 +15,7 @@ from trainer.export.write import checkpoint_of, engine_files, export, prove_equa
 from trainer.serve.launch import write_files
 from trainer.train import checkpoint
 from trainer.train.loop import train
-from trainer.train.run_folder import load_drafter
+from trainer.train.run_folder import describe, load_drafter
 
 
 def unreadable(path: Path) -> None:
@@ -90,6 +90,25 @@ def test_a_damaged_line_of_the_log_is_named(run: Path, tmp_path: Path) -> None:
     metrics.write_bytes(b"{}\n" + metrics.read_bytes())
     with pytest.raises(CorruptionError, match="no step"):
         train(tmp_path / "store", run, words=["train.max_steps=14"], resume=True)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "snapshot.json", "metrics.jsonl", "vocab.safetensors"])
+def test_a_resume_over_a_pipe_in_the_place_of_a_file_of_the_run_ends(run: Path, tmp_path: Path, name: str) -> None:
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    with pytest.raises(HiddenstoreError, match=name):
+        train(tmp_path / "store", run, words=["train.max_steps=14"], resume=True)
+
+
+def test_settings_and_vocabulary_on_a_disk_that_is_not_mounted_are_not_missing(run: Path) -> None:
+    loaded = load_drafter(run)
+    for name in ("config.yaml", "vocab.safetensors"):
+        (run / name).unlink()
+        (run / name).symlink_to(run / "unmounted")
+    with pytest.raises(StorageError, match="is its disk mounted"):
+        checkpoint_of(loaded, run)
+    with pytest.raises(StorageError, match="is its disk mounted"):
+        describe(run).vocab(loaded.head.vocab_size)
 
 
 def test_a_file_that_is_no_text_is_not_written_over(tmp_path: Path) -> None:

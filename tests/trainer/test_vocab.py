@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -66,10 +67,11 @@ def test_a_flipped_bit_of_a_vocabulary_is_damage_and_never_another_vocabulary(tm
         flipped = bytearray(data)
         flipped[place // 8] ^= 1 << (place % 8)
         path.write_bytes(flipped)
-        try:
+        with suppress(CorruptionError, ConfigError):
             assert torch.equal(DraftVocab.load(path, 9).d2t, vocab.d2t), place
-        except (CorruptionError, ConfigError) as error:
-            assert str(path) in error.message, place
+    path.write_bytes(data.replace((1).to_bytes(8, "little"), (2).to_bytes(8, "little"), 1))
+    with pytest.raises(CorruptionError, match="name different target tokens"):
+        DraftVocab.load(path, 9)
 
 
 @pytest.mark.parametrize("ids", [[1, 1], [-1, 2], [3, 9]])

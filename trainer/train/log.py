@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from hiddenstore.console.progress import Progress
-from hiddenstore.errors import CorruptionError, Kind
+from hiddenstore.errors import ConflictError, CorruptionError, Kind
 from hiddenstore.files.documents import foreign_json
 from trainer.train.track import Tracked
 
@@ -127,6 +128,9 @@ class RunLog:
     def _truncate(self, start: int) -> None:
         if not self.path.exists():
             return
+        if not self.path.is_file():
+            problem = f"{self.path} is no file, and a run writes its metrics there"
+            raise ConflictError(problem, kind=Kind.OUTPUT_EXISTS, hint=shlex.join(["rm", "-r", str(self.path)]))
         size = 0
         with self.path.open("rb") as file:
             for line in file:
