@@ -16,7 +16,14 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError, Kind
-from hiddenstore.files.layout import COMMITS_DIR, STORE_JSON
+from hiddenstore.files.layout import (
+    ADVICE_DIR,
+    CALIBRATION_DIR,
+    COMMITS_DIR,
+    DATA_JSON,
+    SNAPSHOTS_DIR,
+    STORE_JSON,
+)
 from hiddenstore.fs.seam import Filesystem
 from schemas.base import IMAGES_FORMAT, Document
 
@@ -178,9 +185,14 @@ def _members(content: object) -> int:
 
 
 def _corrupt(where: str, reason: str) -> CorruptionError:
-    hint = None
-    if f"/{COMMITS_DIR}/" in where:
-        hint = shlex.join(["hiddenstore", "verify", where.rpartition(f"/{COMMITS_DIR}/")[0]])
+    hint, (folder, _, name) = None, where.rpartition("/")
+    root, _, room = folder.rpartition("/")
+    if room == COMMITS_DIR:
+        hint = shlex.join(["hiddenstore", "verify", root])
+    if room in (SNAPSHOTS_DIR, CALIBRATION_DIR, ADVICE_DIR):
+        hint = shlex.join(["hiddenstore", "repair", root])
+    if name == DATA_JSON:
+        hint = "hiddenstore prepare INPUT -o DATA --target T"
     if f"/{STORE_JSON}" in where:
         new_name = f"{where.rpartition('/')[0]}/.damaged-{STORE_JSON}"
         hint = f"{shlex.join(['mv', where, new_name])}; then the same collect writes it again"
