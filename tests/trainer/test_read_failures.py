@@ -65,6 +65,14 @@ def test_an_export_does_not_guess_what_it_cannot_read(run: Path, tmp_path: Path,
         checkpoint_of(loaded, run)
 
 
+def test_an_export_over_settings_that_are_none_does_not_take_them_for_others(run: Path) -> None:
+    loaded = load_drafter(run)
+    for damaged in ("", "loss: x\n"):
+        (run / "config.yaml").write_text(damaged)
+        with pytest.raises(CorruptionError, match="holds no settings"):
+            checkpoint_of(loaded, run)
+
+
 def test_an_export_without_its_store_or_settings_is_made_of_what_there_is(run: Path, tmp_path: Path) -> None:
     loaded = load_drafter(run)
     os.rename(tmp_path / "store", tmp_path / "gone")

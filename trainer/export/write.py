@@ -276,7 +276,10 @@ def _usual_length(info: RunInfo) -> int | None:
         raise storage_error(error, str(file)) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise CorruptionError(f"{file} is no YAML: {error}", kind=Kind.RUN_CORRUPT, path=str(file)) from error
-    steps = (config.get("loss") or {}).get("steps") if isinstance(config, dict) else None
+    loss = config.get("loss") or {} if isinstance(config, dict) else None
+    if not isinstance(loss, dict):
+        raise CorruptionError(f"{file} holds no settings", kind=Kind.RUN_CORRUPT, path=str(file))
+    steps = loss.get("steps")
     return min(steps, CHAIN) if isinstance(steps, int) else None
 
 
