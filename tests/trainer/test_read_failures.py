@@ -14,6 +14,7 @@ from trainer.export.support import ENGINES
 from trainer.export.write import checkpoint_of, engine_files, export, prove_equal
 from trainer.serve.launch import write_files
 from trainer.train import checkpoint
+from trainer.train.log import read_curves
 from trainer.train.loop import train
 from trainer.train.run_folder import describe, load_drafter
 
@@ -117,6 +118,15 @@ def test_settings_and_vocabulary_on_a_disk_that_is_not_mounted_are_not_missing(r
         checkpoint_of(loaded, run)
     with pytest.raises(StorageError, match="is its disk mounted"):
         describe(run).vocab(loaded.head.vocab_size)
+
+
+def test_a_report_names_the_damaged_line_of_the_log(run: Path) -> None:
+    metrics = run / "metrics.jsonl"
+    written = metrics.read_bytes()
+    for name in (b"lr", b"losses", b"grad_norm", b"tokens_per_s", b"acc", b"step"):
+        metrics.write_bytes(written.replace(b'"%s": ' % name, b'"%s": ' % name[:-1].ljust(len(name), b"_"), 1))
+        with pytest.raises(CorruptionError, match=r"metrics\.jsonl:1 is no step"):
+            read_curves(run)
 
 
 def test_a_file_that_is_no_text_is_not_written_over(tmp_path: Path) -> None:

@@ -215,14 +215,25 @@ def read_curves(run: Path) -> Curves:
         try:
             row = foreign_json(line)
             if "validation" in row:
-                curves.validations.append({"step": row["step"], **row["validation"]})
+                _require(row["validation"], ("loss",), ("losses", "acc"))
+                curves.validations.append({"step": row["step"], "accepted_length": None, **row["validation"]})
             elif "skipped_samples" in row:
                 curves.skipped += 1
             elif "loss" in row:
-                step_seconds(row)
+                _require(row, _NUMBERS, ("losses", "acc"))
                 curves.steps.append(row)
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptionError(
                 f"{path}:{number} is no step: {line[:80]!r}", kind=Kind.RUN_CORRUPT, path=str(path)
             ) from error
     return curves
+
+
+_NUMBERS = ("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "data_wait_fraction")
+
+
+def _require(row: Mapping[str, Any], numbers: Sequence[str], lists: Sequence[str]) -> None:
+    """KeyError or TypeError for a row that lacks a number or a list."""
+    kinds = [(row[name], int | float) for name in numbers] + [(row[name], list) for name in lists]
+    if not all(isinstance(value, kind) for value, kind in kinds):
+        raise TypeError("a member is of another kind")
