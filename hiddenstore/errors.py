@@ -167,7 +167,7 @@ class Kind(StrEnum):
     STORE_LACKS_STATES = "store-lacks-states", ConfigError, "The store does not hold what that drafter reads."
     CONTAINER_MISMATCH = "container-mismatch", ConfigError, "The store has another container than was asked of it."
     DOCUMENT_INVALID = "document-invalid", FormatError, "A document of the store breaks its schema."
-    DOCUMENT_CORRUPT = "document-corrupt", CorruptionError, "A document of the store is not what its own digest says."
+    DOCUMENT_CORRUPT = "document-corrupt", CorruptionError, "A document is not what its digest says, or another one."
     DOCUMENT_UNWRITABLE = "document-unwritable", ConfigError, "A value that a document of the store cannot hold."
     FORMAT_FUTURE = "format-future", FormatError, "A later version wrote this; this one cannot read it."
     COMMIT_INVALID = "commit-invalid", CorruptionError, "A commit record cannot be read."

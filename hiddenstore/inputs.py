@@ -8,6 +8,7 @@ sees damage there.
 
 import hashlib
 import io
+import shlex
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -171,7 +172,7 @@ def parse_registered(data: bytes, digest: str, where: str) -> pa.Table:
         is_intact = table.schema.names == REGISTERED.names and (is_whole or rows == _content_sha256(table))
         actual = table_digest(table) if is_intact else ""
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise CorruptionError(f"{where} is damaged: {error}", kind=Kind.FILE_CORRUPT, path=where) from error
+        raise _input_damage(where, str(error)) from error
     reason = None
     if not is_intact:
         reason = "its rows do not have the sha256 it names"
@@ -180,8 +181,13 @@ def parse_registered(data: bytes, digest: str, where: str) -> pa.Table:
     elif file and not is_whole:
         reason = "the file does not have the sha256 it names"
     if reason is not None:
-        raise CorruptionError(f"{where} is damaged: {reason}", kind=Kind.FILE_CORRUPT, path=where)
+        raise _input_damage(where, reason)
     return table
+
+
+def _input_damage(where: str, reason: str) -> CorruptionError:
+    hint = shlex.join(["hiddenstore", "repair", where.rpartition(f"/{layout.INPUTS_DIR}/")[0]])
+    return CorruptionError(f"{where} is damaged: {reason}", kind=Kind.FILE_CORRUPT, path=where, hint=hint)
 
 
 def _unit_names(data: bytes, digest: str) -> list[str] | None:
@@ -287,7 +293,8 @@ class PreparedInput:
                 raise _corrupt(f"{fs.root}/{layout.DATA_JSON}", f"it names {file.path!r}, not inside the folder")
             size = fs.size(file.path)
             if size != file.size:
-                raise _corrupt(f"{fs.root}/{file.path}", f"expected {file.size:,} bytes, found {size or 0:,}")
+                stored = "no file" if size is None else f"{size:,}"
+                raise _corrupt(f"{fs.root}/{file.path}", f"expected {file.size:,} bytes, found {stored}")
         return cls(fs, info)
 
     def samples(self) -> Iterator[Sample]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hiddenstore.data import WHOLE, SampleView
 from hiddenstore.errors import ConfigError, CorruptionError, Kind, NotFoundError
+from hiddenstore.fs.disk import read_whole, require_whole_links
 from hiddenstore.store import Store
 
 
@@ -99,13 +100,19 @@ class DraftVocab:
     @classmethod
     def load(cls, path: str | Path, target_size: int) -> "DraftVocab":
         """From ``vocab.safetensors`` or a peer's ``d2t.pt`` (a tensor, or a mapping with ``d2t``) or ``d2t.npy``.
-        Raises NotFoundError: no such file; CorruptionError: the file cannot be read; ConfigError: it does not fit a
-        target of ``target_size`` tokens."""
+        Raises NotFoundError: no such file; CorruptionError: the file cannot be read, or its two tensors name different
+        tokens; ConfigError: it does not fit a target of ``target_size`` tokens."""
         path = Path(path)
         if not path.is_file():
+            require_whole_links(str(path))
             raise NotFoundError(f"no draft vocabulary at {path}", kind=Kind.PATH_MISSING)
-        d2t = _read_d2t(path)
-        return cls.of_ids(torch.arange(len(d2t)) + d2t.long(), target_size)
+        d2t, t2d = _read_tensors(path)
+        ids = torch.arange(len(d2t)) + d2t.long()
+        # Nothing else says that no bit of the file is another one by now.
+        if t2d is not None and not torch.equal(ids.sort().values, t2d.nonzero().flatten()):
+            problem = f"{path} is damaged: its d2t and t2d name different target tokens"
+            raise CorruptionError(problem, kind=Kind.VOCAB_CORRUPT, path=str(path))
+        return cls.of_ids(ids, target_size)
 
 
 def _reason(error: Exception) -> str:
@@ -113,13 +120,14 @@ def _reason(error: Exception) -> str:
     return str(error).partition(". ")[0].partition("\n")[0]
 
 
-def _read_d2t(path: Path) -> Tensor:
+def _read_tensors(path: Path) -> tuple[Tensor, Tensor | None]:
+    """d2t [U] of a file, and t2d [V] where it has one."""
     # weights_only refuses everything but tensors; its error type is exported nowhere else.
     from torch._weights_only_unpickler import UnpicklingError
 
     try:
         if path.suffix == ".safetensors":
-            stored: object = load_tensors(path.read_bytes())
+            stored: object = load_tensors(read_whole(path))
         elif path.suffix == ".npy":
             stored = torch.from_numpy(np.load(path, allow_pickle=False))
         else:
@@ -128,10 +136,10 @@ def _read_d2t(path: Path) -> Tensor:
         raise CorruptionError(
             f"{path} cannot be read: {_reason(error)}", kind=Kind.VOCAB_CORRUPT, path=str(path)
         ) from error
-    d2t = stored.get("d2t") if isinstance(stored, dict) else stored
+    d2t, t2d = (stored.get("d2t"), stored.get("t2d")) if isinstance(stored, dict) else (stored, None)
     if not isinstance(d2t, Tensor) or d2t.ndim != 1:
         raise ConfigError(f"{path} holds no tensor d2t [U]", kind=Kind.VOCAB_INVALID)
-    return d2t
+    return d2t, t2d if isinstance(t2d, Tensor) and t2d.ndim == 1 else None
 
 
 def count_tokens(samples: Iterable[tuple[np.ndarray, np.ndarray]], vocab_size: int) -> np.ndarray:

@@ -21,6 +21,7 @@ from collectors.conversations.files import SUFFIXES, open_file
 from collectors.conversations.hub import is_saved_dataset, open_dataset
 from hiddenstore.conversation import Row, Source
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.fs.publish import tree_files
 from hiddenstore.settings import load
 
 _FILE_SLICE = re.compile(r"(?P<path>[^\[\]]+?)(?::train)?:?\[(?P<first>\d*):(?P<last>\d*)\]")
@@ -77,9 +78,8 @@ def _cut(source: Source, cut: slice) -> Source:
 def _files_below(folder: Path) -> list[Path]:
     files = [
         path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-        and path.name.removesuffix(".gz").endswith(SUFFIXES)
+        for path in sorted(tree_files(folder))
+        if path.name.removesuffix(".gz").endswith(SUFFIXES)
         and not any(name.startswith(".") for name in path.relative_to(folder).parts)
     ]
     if not files:

@@ -23,7 +23,7 @@ from hiddenstore.files.documents import load, seal
 from hiddenstore.files.lock import FolderLock
 from hiddenstore.fs import require_local
 from hiddenstore.fs.local import LocalFilesystem
-from hiddenstore.fs.publish import make_folder, replace_file
+from hiddenstore.fs.publish import make_folder, replace_file, tree_files
 from hiddenstore.registry import nearest
 from hiddenstore.settings import all_problems, written
 from hiddenstore.settings import load as load_settings
@@ -352,7 +352,7 @@ def _digest_of_files(paths: Sequence[str]) -> str:
     """sha256 over the local files among ``paths``, whole ones where rows of them are named; hub ids are their names."""
     digest = hashlib.sha256("".join(path for path in paths if "[" in path).encode())
     for path in (Path(path.partition(":train[")[0]) for path in paths):
-        for file in sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]:
+        for file in sorted(tree_files(path)) if path.is_dir() else [path]:
             digest.update(str(file).encode())
             if file.is_file():
                 with file.open("rb") as handle:

@@ -16,7 +16,14 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError, Kind
-from hiddenstore.files.layout import COMMITS_DIR, STORE_JSON
+from hiddenstore.files.layout import (
+    ADVICE_DIR,
+    CALIBRATION_DIR,
+    COMMITS_DIR,
+    DATA_JSON,
+    SNAPSHOTS_DIR,
+    STORE_JSON,
+)
 from hiddenstore.fs.seam import Filesystem
 from schemas.base import IMAGES_FORMAT, Document
 
@@ -63,8 +70,8 @@ def foreign_json(data: bytes | str) -> Any:
 
 def unseal(data: bytes, model: type[M], where: str) -> M:
     """The document in ``data``; ``where`` names the file in errors. Raises CorruptionError: ``document-corrupt``, any
-    byte is not as it was written; FormatError: ``format-future`` for a later format, ``document-invalid`` for whole
-    bytes of another shape."""
+    byte is not as it was written, or it is a document of another kind; FormatError: ``format-future`` for a later
+    format, ``document-invalid`` for whole bytes of another shape."""
     return parsed(checked_body(data, where), model, where)
 
 
@@ -78,7 +85,12 @@ def parsed(body: bytes, model: type[M], where: str) -> M:
         # Strict: a number in quotes is another document, and a format in quotes would pass the look above.
         return model.model_validate_json(body, strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
+        faults = error.errors()
+        # A later version may add members, never leave one out without another format: this is another document.
+        lacking = [str(fault["loc"][0]) for fault in faults if fault["type"] == "missing" and len(fault["loc"]) == 1]
+        if lacking:
+            raise _corrupt(where, f"it is no {model.__name__}: it lacks {', '.join(lacking)}") from error
+        first = faults[0]
         member = ".".join(map(str, first["loc"])) or "document"
         message = f"{where} is not a {model.__name__}: {member}: {first['msg']}"
         raise FormatError(message, kind=Kind.DOCUMENT_INVALID) from error
@@ -173,9 +185,14 @@ def _members(content: object) -> int:
 
 
 def _corrupt(where: str, reason: str) -> CorruptionError:
-    hint = None
-    if f"/{COMMITS_DIR}/" in where:
-        hint = shlex.join(["hiddenstore", "verify", where.rpartition(f"/{COMMITS_DIR}/")[0]])
+    hint, (folder, _, name) = None, where.rpartition("/")
+    root, _, room = folder.rpartition("/")
+    if room == COMMITS_DIR:
+        hint = shlex.join(["hiddenstore", "verify", root])
+    if room in (SNAPSHOTS_DIR, CALIBRATION_DIR, ADVICE_DIR):
+        hint = shlex.join(["hiddenstore", "repair", root])
+    if name == DATA_JSON:
+        hint = "hiddenstore prepare INPUT -o DATA --target T"
     if f"/{STORE_JSON}" in where:
         new_name = f"{where.rpartition('/')[0]}/.damaged-{STORE_JSON}"
         hint = f"{shlex.join(['mv', where, new_name])}; then the same collect writes it again"

@@ -120,8 +120,7 @@ class PosixDisk:
 
     def read(self, path: str) -> bytes:
         """All bytes of a file."""
-        with os.fdopen(_open_regular(path), "rb", buffering=0) as file:
-            return file.read()
+        return read_whole(path)
 
     def read_into(self, path: str, offset: int, buffers: Sequence[memoryview]) -> int:
         """Bytes read into buffers of bytes one after the other, fewer than they hold only at the end of the file."""
@@ -153,6 +152,13 @@ class PosixDisk:
         """Files an unprivileged user can still make; None where the filesystem does not count them."""
         status = _disk_status(path)
         return status.f_favail if status.f_files else None
+
+
+def read_whole(path: str | os.PathLike[str]) -> bytes:
+    """All bytes of a file. A pipe, device or folder in its place counts as absent. Raises OSError; StorageError
+    ``absence-unknown``: a link to nowhere."""
+    with os.fdopen(_open_regular(os.fspath(path)), "rb", buffering=0) as file:
+        return file.read()
 
 
 def host_of(path: str) -> str:

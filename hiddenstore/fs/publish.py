@@ -140,7 +140,7 @@ def place_file(whole: Path, out: Path) -> None:
 def upload(folder: Path, fs: Filesystem, last: str) -> None:
     """Copy the files of a folder to storage, ``last`` behind the others; what holds the same bytes already stays.
     Raises ConflictError: ``file-exists``, a name holds other bytes; StorageError: disk or storage refused."""
-    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    names = [path.relative_to(folder).as_posix() for path in tree_files(folder)]
     for name in sorted(names, key=lambda name: (name == last, name)):
         file = fs.create(name)
         try:
@@ -151,6 +151,18 @@ def upload(folder: Path, fs: Filesystem, last: str) -> None:
         except BaseException:
             file.abort()
             raise
+
+
+def tree_files(folder: Path) -> Iterator[Path]:
+    """Every file below a folder, but behind links to folders; none where it is absent. Raises StorageError: one of its
+    folders cannot be listed, which ``rglob`` would pass over."""
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise storage_error(error, str(error.filename)) from error
+
+    for root, _, names in os.walk(folder, onerror=refuse):
+        yield from (path for name in names if (path := Path(root) / name).is_file())
 
 
 def replace_file(path: Path, data: bytes) -> None:

@@ -231,7 +231,7 @@ def _bring(remote: Remote, file: _File, advance: Advance, over: Event) -> int:
         f"{remote.address}/{file.path} is not what was pushed: expected sha256 {file.sha256[:12]}…, twice another came",
         kind=Kind.FILE_CORRUPT,
         path=file.path,
-        hint="push it again from where it is whole",
+        hint=f"remove {file.path} there, which a push takes for whole, and push again from where it is",
     )
 
 

@@ -129,7 +129,8 @@ def slice_bytes(fs: Filesystem, document: CalibrationSlice) -> bytes:
     path = layout.slice_path(document.file_sha256)
     size = fs.size(path)
     if size != document.size:
-        raise _corrupt(fs, path, f"expected {document.size:,} bytes, found {size or 0:,}")
+        stored = "no file" if size is None else f"{size:,}"
+        raise _corrupt(fs, path, f"expected {document.size:,} bytes, found {stored}")
     data = fs.read(path)
     if sha256_hex(data) != document.file_sha256:
         raise _corrupt(fs, path, f"expected sha256 {document.file_sha256}, found {sha256_hex(data)}")

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from hiddenstore.codecs import FITTED, kind_of
 from hiddenstore.commit import committed_units, lost_samples, missing_commit, read_commit
 from hiddenstore.console.text import plural
-from hiddenstore.errors import ConfigError, CorruptionError, Kind, NotFoundError
+from hiddenstore.errors import CorruptionError, Kind, NotFoundError
 from hiddenstore.files import layout
 from hiddenstore.files.damage import DAMAGE, drop_caches, require_absent, twice
 from hiddenstore.files.documents import load
@@ -247,16 +247,15 @@ class _Frozen:
         self.findings: list[Finding] = []
         self.inputs: set[str] = set()
         digests = dict(zip(catalog.names, catalog.digests, strict=True))
-        for name in fs.list(layout.SNAPSHOTS_DIR):
-            if not is_temporary(name):
-                path = f"{layout.SNAPSHOTS_DIR}/{name}"
-                try:
-                    snapshot = twice(fs, partial(load_snapshot, fs, name.removesuffix(".json")), path)
-                    known = [entry for entry in snapshot.commits if digests.get(entry.record) == entry.sha256]
-                    self.inputs.update(inputs_of[entry.record] for entry in known)
-                    self.inputs.update(commit.record.input for commit in read_replaced(catalog, snapshot))
-                except (*DAMAGE, ConfigError) as error:
-                    self.findings.append(Finding.of(error, path))
+        for name in saved_snapshots(fs):
+            path = layout.snapshot_path(name)
+            try:
+                snapshot = twice(fs, partial(load_snapshot, fs, name), path)
+                known = [entry for entry in snapshot.commits if digests.get(entry.record) == entry.sha256]
+                self.inputs.update(inputs_of[entry.record] for entry in known)
+                self.inputs.update(commit.record.input for commit in read_replaced(catalog, snapshot))
+            except DAMAGE as error:
+                self.findings.append(Finding.of(error, path))
 
 
 def _calibration(fs: Filesystem) -> list[Finding]:

@@ -112,7 +112,7 @@ def a_record() -> dict[str, Any]:
 def test_a_million_members_cost_memory_in_proportion_to_the_file() -> None:
     body = b'{"name":"a","x":[' + b"[]," * 300_000 + b"[]]}"
     tracemalloc.start()
-    refused(body, FormatError)
+    refused(body)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100 * len(body)

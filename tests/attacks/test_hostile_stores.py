@@ -216,6 +216,6 @@ def test_a_named_pipe_in_place_of_a_document_does_not_hang(tmp_path: Path) -> No
 
 def test_a_document_in_the_place_of_another_kind_is_refused(store: Store) -> None:
     replace(store, layout.STORE_JSON, store.fs.read(layout.commit_path(store.commits()[0].unit)))
-    with pytest.raises(FormatError, match="is not a StoreManifest"):
+    with pytest.raises(CorruptionError, match="it is no StoreManifest"):
         Store.open(store.fs)
     assert StoreManifest.model_fields.keys() != CommitRecord.model_fields.keys()

@@ -106,6 +106,8 @@ def test_a_damaged_part_is_refused_before_its_first_row(tmp_path: Path, damage: 
     with pytest.raises(CorruptionError) as error:
         list(PreparedInput.open(folder).samples())
     assert error.value.kind in ("file-corrupt", "document-corrupt")
+    assert error.value.hint == "hiddenstore prepare INPUT -o DATA --target T"
+    assert (damage == "delete") == error.value.message.endswith("found no file")
 
 
 def test_data_that_names_another_digest_is_refused_at_registration() -> None:

@@ -271,6 +271,31 @@ def test_a_damaged_snapshot_or_advice_is_set_aside_and_the_store_verifies(tmp_pa
     assert verify(store.path, "bytes").ok
 
 
+def test_documents_in_the_place_of_another_kind_are_made_again_or_set_aside(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    expected = contents(store)
+    store.save_snapshot("v1")
+    snapshot, record = (Path(store.path) / path for path in ("snapshots/v1.json", f"commits/{store.catalog.names[0]}"))
+    written = {snapshot: record.read_bytes(), record: snapshot.read_bytes()}
+    for path, data in written.items():
+        path.write_bytes(data)
+    (Path(store.path) / "calibration").mkdir()
+    (Path(store.path) / "calibration/slice.json").write_bytes(written[record])
+    plan = repair(store.path, dry_run=False)
+    assert (plan.dropped, len(plan.units)) == (0, 1)
+    assert sorted(plan.aside) == ["calibration/slice.json", "snapshots/v1.json"]
+    assert verify(store.path, "bytes").findings == []
+    assert contents(Store.open(store.path)) == expected
+
+
+def test_a_file_of_another_name_in_snapshots_is_no_finding(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    store.save_snapshot("v1")
+    for name in ("v1.json.bak", ".DS_Store"):
+        (Path(store.path) / "snapshots" / name).write_bytes(b"x")
+    assert verify(store.path, "bytes").findings == []
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_snapshot_of_a_record_that_repair_made_again_is_set_aside_with_it(is_lost: bool, tmp_path: Path) -> None:
     store = make_store(tmp_path)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from hiddenstore.errors import ConflictError, CorruptionError, Kind, StorageError
 from hiddenstore.fs.disk import PosixDisk
-from hiddenstore.fs.publish import make_folder, new_file, new_folder, replace_file, sweep_killed
+from hiddenstore.fs.publish import make_folder, new_file, new_folder, replace_file, sweep_killed, tree_files
 
 WRITER = """
 import sys, time
@@ -157,6 +158,28 @@ def test_folders_that_were_made_above_a_folder_are_durable_from_the_top(
     synced.clear()
     make_folder(Path("a", "b", "c"))
     assert synced == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody who may not list a folder")
+def test_a_folder_that_may_not_be_listed_is_an_error_and_not_empty() -> None:
+    # Its parents are open to all, which those of ``tmp_path`` are not.
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root)
+        folder.chmod(0o755)
+        (folder / "a" / "closed").mkdir(parents=True)
+        for name in ("a/x", "a/closed/y"):
+            (folder / name).write_bytes(b"")
+        (folder / "a" / "link").symlink_to(folder / "a")
+        assert sorted(tree_files(folder)) == [folder / "a/closed/y", folder / "a/x"]
+        (folder / "a" / "closed").chmod(0o700)
+        os.seteuid(65_534)
+        try:
+            with pytest.raises(StorageError, match="closed") as caught:
+                list(tree_files(folder))
+        finally:
+            os.seteuid(0)
+        assert caught.value.kind == Kind.PERMISSION_DENIED
+    assert list(tree_files(folder)) == []
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_of_the_disk(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hiddenstore.errors import ConflictError
+from hiddenstore.errors import ConflictError, CorruptionError
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.share.hub import open_remote
 from hiddenstore.share.pull import pull
@@ -41,6 +41,21 @@ def silent(_label: str, _total: int) -> object:
 
 def push(store: Store, remote: Remote) -> None:
     push_store(store, remote, "---\n---\n# A card\n", False, silent)  # type: ignore[arg-type]
+
+
+def test_what_was_damaged_in_a_bucket_is_pushed_again_once_it_is_removed_as_the_pull_says(tmp_path: Path) -> None:
+    store, place = made(tmp_path / "one", 5), tmp_path / "place"
+    bucket = StorageRemote(LocalFilesystem(place))
+    push(store, bucket)
+    damaged = next((place / "inputs").iterdir())
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    with pytest.raises(CorruptionError, match="is not what was pushed") as caught:
+        pull(bucket, tmp_path / "here", silent)  # type: ignore[arg-type]
+    assert f"remove inputs/{damaged.name} there" in str(caught.value.hint)
+    damaged.unlink()
+    push(store, bucket)
+    pull(bucket, tmp_path / "here", silent)  # type: ignore[arg-type]
+    assert contents(Store.open(tmp_path / "here")) == contents(store)
 
 
 def test_a_store_of_the_same_capture_and_other_text_takes_nobody_s_place(remote: Remote, tmp_path: Path) -> None:

@@ -33,8 +33,9 @@ def test_a_flipped_bit_in_any_byte_of_the_file_is_an_error_that_names_it() -> No
     for place in range(len(DATA)):
         damaged = bytearray(DATA)
         damaged[place] ^= 1 << place % 8
-        with pytest.raises(CorruptionError, match="inputs/one is damaged"):
-            parse_registered(bytes(damaged), PREPARED.info.digest, "inputs/one")
+        with pytest.raises(CorruptionError, match="inputs/one is damaged") as caught:
+            parse_registered(bytes(damaged), PREPARED.info.digest, "/s/inputs/one")
+        assert caught.value.hint == "hiddenstore repair /s"
 
 
 def test_the_file_digest_is_that_of_the_file_with_zeros_in_its_place() -> None:

@@ -77,6 +77,21 @@ def test_whole_bytes_of_another_shape_are_a_format_error(change: dict[str, objec
     assert error.value.kind == "document-invalid"
 
 
+@pytest.mark.parametrize(
+    ("where", "fix"),
+    [
+        ("/s/commits/u.json", "hiddenstore verify /s"),
+        ("/s/snapshots/a.json", "hiddenstore repair /s"),
+        ("/s/advice/1.json", "hiddenstore repair /s"),
+        ("/d/data.json", "hiddenstore prepare INPUT -o DATA --target T"),
+    ],
+)
+def test_a_damaged_document_says_which_command_comes_next(where: str, fix: str) -> None:
+    with pytest.raises(CorruptionError) as error:
+        unseal(b"{}", Snapshot, where)
+    assert error.value.hint == fix
+
+
 def test_nan_cannot_be_written() -> None:
     stats = LayerStats(rows=1, rms_mean=float("nan"), rms_median=0, rms_max=0, abs_max=0)
     with pytest.raises(ConfigError) as error:

@@ -1,6 +1,7 @@
 """A run that goes on from an earlier checkpoint, and one that is served without an export of its own."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from click.testing import CliRunner
 
 from hiddenstore.cli import main
 from tests.tiny_world import tree
+from tests.tmpfs import mounted
 from tests.trainer.runs import WORDS, tiny_store
 
 
@@ -41,6 +43,18 @@ def test_a_new_run_goes_on_from_an_earlier_checkpoint_to_the_same_weights(traine
     )
     assert json.loads(refused.stderr.strip().splitlines()[-1])["kind"] == "output-exists"
     command("train", store, "-o", str(again), "--resume", "--resume-from", str(run), code=2)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    yield from mounted(tmp_path / "disk", "size=128k")
+
+
+def test_a_branch_on_a_full_disk_says_that_the_disk_is_full_and_leaves_nothing(trained: Path, disk: Path) -> None:
+    words = ("train", str(trained / "store"), "-o", str(disk / "again"), "--resume-from", str(trained / "run"))
+    refused = command(*words, "--json", code=5)
+    assert json.loads(refused.stderr.strip().splitlines()[-1])["kind"] == "disk-full"
+    assert list(disk.iterdir()) == []
 
 
 @pytest.mark.parametrize("place", ["run", "run/checkpoints/step-8", "run/checkpoints/LATEST"])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hiddenstore.errors import CorruptionError, NotFoundError
+from hiddenstore.errors import CorruptionError, NotFoundError, StorageError
 from schemas import HeadSpec
 from tests.trainer.conftest import drafter_config
 from tests.trainer.runs import WORDS, tiny_store
@@ -63,6 +63,19 @@ def test_the_name_of_every_folder_that_a_first_save_made_is_durable(
     monkeypatch.setattr(os, "fsync", lambda handle: synced.add(os.readlink(f"/proc/self/fd/{handle}")) or real(handle))
     save(tmp_path / "far" / "run", 3)
     assert {str(tmp_path), str(tmp_path / "far"), str(tmp_path / "far" / "run")} <= synced
+
+
+@pytest.mark.parametrize("name", ["drafter.safetensors", "optimizer.safetensors", "drafter.json", "state.json"])
+def test_a_pipe_in_the_place_of_a_file_ends_and_a_link_to_nowhere_is_no_damage(tmp_path: Path, name: str) -> None:
+    file = save(tmp_path, 1) / name
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(CorruptionError, match=f"lacks {name}"):
+        checkpoint.load(file.parent)
+    file.unlink()
+    file.symlink_to(tmp_path / "unmounted")
+    with pytest.raises(StorageError, match="is its disk mounted"):
+        checkpoint.load(file.parent)
 
 
 @pytest.mark.parametrize("name", ["drafter.safetensors", "optimizer.safetensors", "drafter.json", "state.json"])

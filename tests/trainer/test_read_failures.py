@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hiddenstore.errors import ConflictError, CorruptionError, StorageError
+from hiddenstore.errors import ConflictError, CorruptionError, HiddenstoreError, StorageError
 from hiddenstore.store import Store
 from tests.trainer.export_cases import make
 from tests.trainer.runs import WORDS, tiny_store
@@ -14,8 +14,9 @@ from trainer.export.support import ENGINES
 from trainer.export.write import checkpoint_of, engine_files, export, prove_equal
 from trainer.serve.launch import write_files
 from trainer.train import checkpoint
+from trainer.train.log import read_curves
 from trainer.train.loop import train
-from trainer.train.run_folder import load_drafter
+from trainer.train.run_folder import describe, load_drafter
 
 
 def unreadable(path: Path) -> None:
@@ -65,6 +66,14 @@ def test_an_export_does_not_guess_what_it_cannot_read(run: Path, tmp_path: Path,
         checkpoint_of(loaded, run)
 
 
+def test_an_export_over_settings_that_are_none_does_not_take_them_for_others(run: Path) -> None:
+    loaded = load_drafter(run)
+    for damaged in ("", "loss: x\n"):
+        (run / "config.yaml").write_text(damaged)
+        with pytest.raises(CorruptionError, match="holds no settings"):
+            checkpoint_of(loaded, run)
+
+
 def test_an_export_without_its_store_or_settings_is_made_of_what_there_is(run: Path, tmp_path: Path) -> None:
     loaded = load_drafter(run)
     os.rename(tmp_path / "store", tmp_path / "gone")
@@ -90,6 +99,34 @@ def test_a_damaged_line_of_the_log_is_named(run: Path, tmp_path: Path) -> None:
     metrics.write_bytes(b"{}\n" + metrics.read_bytes())
     with pytest.raises(CorruptionError, match="no step"):
         train(tmp_path / "store", run, words=["train.max_steps=14"], resume=True)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "snapshot.json", "metrics.jsonl", "vocab.safetensors"])
+def test_a_resume_over_a_pipe_in_the_place_of_a_file_of_the_run_ends(run: Path, tmp_path: Path, name: str) -> None:
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    with pytest.raises(HiddenstoreError, match=name):
+        train(tmp_path / "store", run, words=["train.max_steps=14"], resume=True)
+
+
+def test_settings_and_vocabulary_on_a_disk_that_is_not_mounted_are_not_missing(run: Path) -> None:
+    loaded = load_drafter(run)
+    for name in ("config.yaml", "vocab.safetensors"):
+        (run / name).unlink()
+        (run / name).symlink_to(run / "unmounted")
+    with pytest.raises(StorageError, match="is its disk mounted"):
+        checkpoint_of(loaded, run)
+    with pytest.raises(StorageError, match="is its disk mounted"):
+        describe(run).vocab(loaded.head.vocab_size)
+
+
+def test_a_report_names_the_damaged_line_of_the_log(run: Path) -> None:
+    metrics = run / "metrics.jsonl"
+    written = metrics.read_bytes()
+    for name in (b"lr", b"losses", b"grad_norm", b"tokens_per_s", b"acc", b"step"):
+        metrics.write_bytes(written.replace(b'"%s": ' % name, b'"%s": ' % name[:-1].ljust(len(name), b"_"), 1))
+        with pytest.raises(CorruptionError, match=r"metrics\.jsonl:1 is no step"):
+            read_curves(run)
 
 
 def test_a_file_that_is_no_text_is_not_written_over(tmp_path: Path) -> None:

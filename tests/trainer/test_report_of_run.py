@@ -180,7 +180,8 @@ def test_a_log_is_read_back_as_it_was_written(runs: tuple[str, str]) -> None:
 
 
 def test_half_a_line_at_the_end_of_a_log_is_left_out_and_one_inside_is_damage(tmp_path: Path) -> None:
-    line = json.dumps({"step": 1, "loss": 1.0, "losses": [1.0], "acc": [0.5], "tokens": 10, "tokens_per_s": 5.0})
+    numbers = {"lr": 0.1, "grad_norm": 1.0, "tokens": 10, "tokens_per_s": 5.0, "data_wait_fraction": 0.0}
+    line = json.dumps({"step": 1, "loss": 1.0, "losses": [1.0], "acc": [0.5], **numbers})
     (tmp_path / "metrics.jsonl").write_text(f"{line}\n{line[:20]}")
     assert len(read_curves(tmp_path).steps) == 1
     (tmp_path / "metrics.jsonl").write_text(f"{line}\n{line[:20]}\n{line}\n")

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,20 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         DraftVocab.load(path, 9)
     path.write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(CorruptionError, match=r"d2t\.pt"):
+        DraftVocab.load(path, 9)
+
+
+def test_a_flipped_bit_of_a_vocabulary_is_damage_and_never_another_vocabulary(tmp_path: Path) -> None:
+    vocab, path = DraftVocab.of_ids(torch.tensor([1, 4, 7]), 9), tmp_path / "vocab.safetensors"
+    data = vocab.save_bytes()
+    for place in range(8 * 8, 8 * len(data)):
+        flipped = bytearray(data)
+        flipped[place // 8] ^= 1 << (place % 8)
+        path.write_bytes(flipped)
+        with suppress(CorruptionError, ConfigError):
+            assert torch.equal(DraftVocab.load(path, 9).d2t, vocab.d2t), place
+    path.write_bytes(data.replace((1).to_bytes(8, "little"), (2).to_bytes(8, "little"), 1))
+    with pytest.raises(CorruptionError, match="name different target tokens"):
         DraftVocab.load(path, 9)
 
 

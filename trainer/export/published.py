@@ -26,7 +26,7 @@ from hiddenstore.files.damage import raise_refusal
 from hiddenstore.files.documents import foreign_json
 from hiddenstore.files.lock import FolderLock
 from hiddenstore.fs import require_local
-from hiddenstore.fs.seam import storage_error
+from hiddenstore.fs.seam import storage_error, storage_errors
 from hiddenstore.store import Store
 from hiddenstore.targets.checkpoint import INDEX_FILE
 from hiddenstore.targets.head import HeadBundle
@@ -189,8 +189,11 @@ def _export_convention(folder: Path) -> LayerConvention | None:
 
 
 def _tensors(folder: Path, is_read: Callable[[str], bool] | None = None) -> Tensors:
-    files = sorted(folder.glob("*.safetensors"))
-    files = files or sorted(folder.glob("*.bin")) or sorted([*folder.glob("*.pt"), *folder.glob("*.pth")])
+    with storage_errors(folder):
+        # A glob would find nothing in a folder that cannot be listed.
+        paths = sorted(folder.iterdir())
+    kinds = ((".safetensors",), (".bin",), (".pt", ".pth"))
+    files = next(filter(None, ([path for path in paths if path.suffix in kind] for kind in kinds)), [])
     if not files:
         raise NotFoundError(f"{folder} holds no .safetensors or .bin file", kind=Kind.PATH_MISSING)
     found: Tensors = {}

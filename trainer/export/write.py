@@ -17,6 +17,7 @@ import yaml
 from safetensors.torch import save
 
 from hiddenstore.errors import ConfigError, CorruptionError, HiddenstoreError, Kind, NotFoundError, StorageError
+from hiddenstore.fs.disk import read_whole
 from hiddenstore.fs.publish import new_folder, place_file, refuse_existing_file, refuse_existing_folder, room_beside
 from hiddenstore.fs.seam import storage_error, storage_errors
 from hiddenstore.store import Store
@@ -268,14 +269,17 @@ def _usual_length(info: RunInfo) -> int | None:
     lies outside its run."""
     file = info.run / CONFIG
     try:
-        config = yaml.safe_load(file.read_bytes())
+        config = yaml.safe_load(read_whole(file))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise storage_error(error, str(file)) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise CorruptionError(f"{file} is no YAML: {error}", kind=Kind.RUN_CORRUPT, path=str(file)) from error
-    steps = (config.get("loss") or {}).get("steps") if isinstance(config, dict) else None
+    loss = config.get("loss") or {} if isinstance(config, dict) else None
+    if not isinstance(loss, dict):
+        raise CorruptionError(f"{file} holds no settings", kind=Kind.RUN_CORRUPT, path=str(file))
+    steps = loss.get("steps")
     return min(steps, CHAIN) if isinstance(steps, int) else None
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hiddenstore.errors import CorruptionError, Kind, NotFoundError
 from hiddenstore.files.documents import seal, sha256_hex, unseal
 from hiddenstore.files.layout import missing
-from hiddenstore.fs.disk import require_whole_links
+from hiddenstore.fs.disk import read_whole, require_whole_links
 from hiddenstore.fs.publish import make_folder, new_folder, replace_file, sweep_killed
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.store import Store
@@ -271,7 +271,7 @@ def resolve(path: Path) -> Path:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_whole(path)
     except FileNotFoundError as error:
         raise CorruptionError(
             f"checkpoint {path.parent} lacks {path.name}", kind=Kind.CHECKPOINT_CORRUPT, path=str(path)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from hiddenstore.console.progress import Progress
-from hiddenstore.errors import CorruptionError, Kind
+from hiddenstore.errors import ConflictError, CorruptionError, Kind
 from hiddenstore.files.documents import foreign_json
 from trainer.train.track import Tracked
 
@@ -127,6 +128,9 @@ class RunLog:
     def _truncate(self, start: int) -> None:
         if not self.path.exists():
             return
+        if not self.path.is_file():
+            problem = f"{self.path} is no file, and a run writes its metrics there"
+            raise ConflictError(problem, kind=Kind.OUTPUT_EXISTS, hint=shlex.join(["rm", "-r", str(self.path)]))
         size = 0
         with self.path.open("rb") as file:
             for line in file:
@@ -211,14 +215,25 @@ def read_curves(run: Path) -> Curves:
         try:
             row = foreign_json(line)
             if "validation" in row:
-                curves.validations.append({"step": row["step"], **row["validation"]})
+                _require(row["validation"], ("loss",), ("losses", "acc"))
+                curves.validations.append({"step": row["step"], "accepted_length": None, **row["validation"]})
             elif "skipped_samples" in row:
                 curves.skipped += 1
             elif "loss" in row:
-                step_seconds(row)
+                _require(row, _NUMBERS, ("losses", "acc"))
                 curves.steps.append(row)
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptionError(
                 f"{path}:{number} is no step: {line[:80]!r}", kind=Kind.RUN_CORRUPT, path=str(path)
             ) from error
     return curves
+
+
+_NUMBERS = ("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "data_wait_fraction")
+
+
+def _require(row: Mapping[str, Any], numbers: Sequence[str], lists: Sequence[str]) -> None:
+    """KeyError or TypeError for a row that lacks a number or a list."""
+    kinds = [(row[name], int | float) for name in numbers] + [(row[name], list) for name in lists]
+    if not all(isinstance(value, kind) for value, kind in kinds):
+        raise TypeError("a member is of another kind")

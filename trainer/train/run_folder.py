@@ -4,7 +4,7 @@ import re
 import secrets
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,8 @@ from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind
 from hiddenstore.files.documents import seal, unseal
 from hiddenstore.files.layout import kind_of
 from hiddenstore.files.lock import FolderLock
-from hiddenstore.fs.publish import make_folder, new_folder, replace_file
+from hiddenstore.fs.disk import read_whole
+from hiddenstore.fs.publish import make_folder, new_folder, replace_file, tree_files
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.index.table import SPLITS
 from hiddenstore.records import facts_table
@@ -151,7 +152,7 @@ def training_store(info: RunInfo) -> Store | None:
 def run_snapshot(run: Path) -> Snapshot:
     """What a run began with: the commits of its first epoch, and the name they have as a snapshot of the store."""
     try:
-        data = (run / SNAPSHOT).read_bytes()
+        data = read_whole(run / SNAPSHOT)
     except FileNotFoundError as error:
         raise CorruptionError(f"{run} lacks {SNAPSHOT}", kind=Kind.RUN_CORRUPT, path=str(run)) from error
     return unseal(data, Snapshot, str(run / SNAPSHOT))
@@ -358,7 +359,7 @@ def pin(store: Store, name: str, *, must: bool = False) -> None:
 
 def read_facts(run: Path) -> RunFacts:
     """``run.json``, checked."""
-    return unseal((run / RUN_JSON).read_bytes(), RunFacts, str(run / RUN_JSON))
+    return unseal(read_whole(run / RUN_JSON), RunFacts, str(run / RUN_JSON))
 
 
 def reopen(options: TrainOptions) -> tuple[Store, TrainConfig]:
@@ -411,7 +412,7 @@ def _require_validation(store: Store, config: LoopConfig) -> None:
 def drafter_name(run: Path) -> str:
     """The kind of drafter a run trains. Raises CorruptionError: ``run-corrupt``; StorageError: the disk refused."""
     try:
-        return str(yaml.safe_load((run / CONFIG).read_bytes())["drafter"]["name"])
+        return str(yaml.safe_load(read_whole(run / CONFIG))["drafter"]["name"])
     except (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError, FileNotFoundError) as error:
         raise CorruptionError(f"{run / CONFIG} names no drafter: {error}", kind=Kind.RUN_CORRUPT) from error
     except OSError as error:
@@ -501,10 +502,18 @@ def branch(earlier: Path, run: Path) -> None:
     damaged. NotFoundError: ``checkpoint-missing``: there is none."""
     start = checkpoint.resolve(earlier)
     checkpoint.load(start)
-    left_out = shutil.ignore_patterns(checkpoint.FOLDER, EXPORTS, "wandb", "mlflow.db", ".*")
     with new_folder(run, lambda path: refuse_existing(path, "give another -o folder")) as folder:
-        shutil.copytree(start.parent.parent, folder, ignore=left_out, dirs_exist_ok=True)
+        _copy_files(start.parent.parent, folder, left_out={checkpoint.FOLDER, EXPORTS, "wandb", "mlflow.db"})
         facts = read_facts(start.parent.parent).model_copy(update={"id": secrets.token_hex(8)})
         replace_file(folder / RUN_JSON, seal(facts))
-        shutil.copytree(start, folder / checkpoint.FOLDER / start.name)
+        _copy_files(start, folder / checkpoint.FOLDER / start.name)
         (folder / checkpoint.FOLDER / checkpoint.LATEST).write_text(f"{start.name}\n", encoding="utf-8")
+
+
+def _copy_files(source: Path, out: Path, left_out: Set[str] = frozenset()) -> None:
+    """Copy a folder's files but hidden ones. ``shutil.copytree`` would go on after an error, and not say its number."""
+    for path in tree_files(source):
+        name = path.relative_to(source)
+        if left_out.isdisjoint(name.parts) and not any(part.startswith(".") for part in name.parts):
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, out / name)

@@ -19,6 +19,7 @@ from torch import Tensor
 from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
 from hiddenstore.files.damage import raise_refusal
 from hiddenstore.files.documents import foreign_json
+from hiddenstore.fs.publish import tree_files
 from hiddenstore.targets.folder import first_line
 from schemas.capture import NormState
 from schemas.layers import LayerConvention
@@ -114,9 +115,9 @@ def index_of(location: str) -> int:
 def files_below(folder: Path, *suffixes: str) -> list[str]:
     """Visible files below a folder ending in ``suffixes``, posix and relative, ``data_2`` before ``data_10``."""
     names = []
-    for path in folder.rglob("*"):
+    for path in tree_files(folder):
         name = path.relative_to(folder).as_posix()
-        if name.endswith(suffixes) and not any(word.startswith(".") for word in name.split("/")) and path.is_file():
+        if name.endswith(suffixes) and not any(word.startswith(".") for word in name.split("/")):
             names.append(name)
     return sorted(names, key=lambda name: [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)])
 
