@@ -260,11 +260,12 @@ def _weighted(mix: Mix, entries: Sequence[tuple[MixSource, list[Source]]]) -> li
             kind=Kind.MIX_TOO_LARGE,
             hint=f"rows: {most}, a smaller weight for it, or no rows at all",
         )
+    shares = [rows_per_weight * weight for weight in weights]
     if mix.rows is not None:
-        rows_per_weight = mix.rows / total
+        shares = _whole([mix.rows * weight / total for weight in weights], mix.rows)
     mixed = []
-    for (entry, sources), counts, limits, weight in zip(entries, available, usable, weights, strict=True):
-        rows = int(rows_per_weight * weight + 1e-9)
+    for (entry, sources), counts, limits, share in zip(entries, available, usable, shares, strict=True):
+        rows = int(share + 1e-9)
         if not rows:
             raise ConfigError(f"the weight of {entry.text} leaves it without a row", kind=Kind.INPUT_EMPTY)
         # Over the splits of one source in proportion to what they have.
@@ -272,6 +273,15 @@ def _weighted(mix: Mix, entries: Sequence[tuple[MixSource, list[Source]]]) -> li
         for source, count, (start, end) in zip(sources, counts, pairwise(bounds), strict=True):
             mixed.append(_sampled(source, entry, count, end - start, mix.seed))
     return mixed
+
+
+def _whole(shares: Sequence[float], rows: int) -> list[float]:
+    """Shares as whole numbers of rows that come to ``rows`` together: what is left of them goes to those that rounding
+    down took most of, of equals the first; never to one that has less than a row."""
+    whole = [float(int(share + 1e-9)) for share in shares]
+    for index in sorted(range(len(shares)), key=lambda index: whole[index] - shares[index])[: rows - int(sum(whole))]:
+        whole[index] += whole[index] > 0
+    return whole
 
 
 def _count(source: Source) -> int:

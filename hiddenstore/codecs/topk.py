@@ -102,7 +102,7 @@ def top_tokens(head: "HeadBundle", final: Tensor, norm_state: NormState, k: int)
     )
     for start, logits in parts:
         part = slice(start, start + len(logits))
-        picked = _largest(logits, k).sort(dim=-1).values
+        picked = _first_of_equals(logits, _largest(logits, k)).sort(dim=-1).values
         kept = logits.gather(1, picked)
         order = kept.sort(dim=-1, descending=True, stable=True).indices
         lse[part] = logits.logsumexp(dim=-1)
@@ -132,6 +132,16 @@ def _largest(logits: Tensor, k: int) -> Tensor:
     rest = torch.arange(members * groups, vocab).expand(len(logits), -1)
     places = torch.cat([places, rest], dim=1)
     return places.gather(1, logits.gather(1, places).topk(k, dim=-1).indices)
+
+
+def _first_of_equals(logits: Tensor, places: Tensor) -> Tensor:
+    """``places`` int64 [n, k] of the k largest of each row of [n, V], of equals at the last of them the lowest ids."""
+    least = logits.gather(1, places).amin(dim=-1, keepdim=True)
+    tied = (logits >= least).sum(dim=-1) > places.shape[1]
+    if bool(tied.any()):
+        ordered = logits[tied].sort(dim=-1, descending=True, stable=True)
+        places[tied] = ordered.indices[:, : places.shape[1]]
+    return places
 
 
 def with_top_tokens(record: Record, head: "HeadBundle | None", capture: CaptureSpec) -> Record:

@@ -66,6 +66,17 @@ def test_weights_are_shares_of_the_mix(
     assert [len(found) for found in taken(mix_file(files, sources=sources, **more))] == expected
 
 
+@pytest.mark.parametrize(
+    ("weights", "rows", "expected"),
+    [((1, 2), 10, [3, 7]), ((2, 1), 10, [7, 3]), ((1, 1), 9, [5, 4]), ((0.1, 0.7), 8, [1, 7]), ((3, 2), 11, [7, 4])],
+)
+def test_a_mix_of_rows_has_exactly_so_many(
+    files: Path, weights: tuple[float, float], rows: int, expected: list[int]
+) -> None:
+    sources = [{"file": f"{name}/chats.jsonl", "weight": w} for name, w in zip("ab", weights, strict=True)]
+    assert [len(part) for part in taken(mix_file(files, sources=sources, rows=rows))] == expected
+
+
 def test_the_cap_of_a_source_holds_for_each_of_its_files(files: Path) -> None:
     assert [len(found) for found in taken(mix_file(files, sources=[{"file": ".", "cap": 4}]))] == [4, 4]
 

@@ -145,6 +145,19 @@ def test_equal_logits_go_by_the_lower_id_and_do_not_depend_on_the_block() -> Non
     assert torch.allclose(found.log_probs, torch.tensor(-np.log(50.0), dtype=torch.float32))
 
 
+@pytest.mark.parametrize(("vocab", "k"), [(40, 2), (1000, 8), (5000, 64)])
+def test_of_equal_logits_at_the_last_place_the_lowest_ids_are_taken(vocab: int, k: int) -> None:
+    head = HeadBundle(
+        HEAD.model_copy(update={"tied": True}), torch.randint(-1, 2, (vocab, 8)).float(), None, torch.ones(8)
+    )
+    final = torch.randint(-1, 2, (5, 8)).float()
+    for found, row in zip(
+        top_tokens(head, final, "post_norm", k).ids.tolist(), final @ head.embed_tokens.T, strict=True
+    ):
+        logits = row.tolist()
+        assert found == sorted(range(vocab), key=lambda token: (-logits[token], token))[:k]
+
+
 def test_a_copy_makes_the_same_top_tokens_as_a_capture(raw: Store, tiny: Store, tmp_path: Path) -> None:
     plan = open_copy([raw], tmp_path / "copy", "final=topk,aux=q4")
     assert plan.destination.manifest.recipe == "tiny"

@@ -1,5 +1,6 @@
 """DSpark against its plain restatement: logits, losses, gradients, and its use over text and live."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hiddenstore.records import TopK
 from tests.trainer.conftest import VOCAB, make_batch
 from tests.trainer.test_dflash import Case, as_lists, case_of, config, plain
 from trainer.drafters.base import DrafterInUse, Verified
@@ -35,12 +37,15 @@ def our_loss(case: Case, loss: DSparkLoss, anchors: list[int]) -> StepLosses:
     return objective.losses(work, objective.denominators(work))
 
 
-def plain_loss(case: Case, loss: DSparkLoss, anchors: list[int]) -> tuple[Tensor, list[float]]:
-    """Slot by slot: the loss, and the sum of the tokens' own loss at each depth."""
+def plain_loss(case: Case, loss: DSparkLoss, anchors: list[int], top: int = VOCAB) -> tuple[Tensor, list[float]]:
+    """Slot by slot: the loss, and the sum of the tokens' own loss at each depth. ``top``: tokens that the target's
+    distribution is of."""
     w, vocab, pack = dict(case.model.named_parameters()), case.target.vocab, as_lists(case.batch)
     known = vocab.target_ids.tolist()
     head = w.get("lm_head.weight", case.target.head.output_weight[vocab.target_ids])
     target_logits = case.target.head.logits(case.batch.final).double()
+    least = target_logits.topk(top).values[:, -1:]
+    target_logits = target_logits.masked_fill(target_logits < least, float("-inf"))
     states, total, count, sums = plain(case, anchors), torch.zeros(()).double(), 0, [0.0] * BLOCK
     for n, anchor in enumerate(anchors):
         for k in range(BLOCK):
@@ -48,7 +53,7 @@ def plain_loss(case: Case, loss: DSparkLoss, anchors: list[int]) -> tuple[Tensor
             if row >= len(pack["ids"]) or pack["document"][row] != pack["document"][anchor] or not pack["mask"][row]:
                 continue
             choice = int(target_logits[row - 1].argmax()) if loss.labels == "target" else pack["ids"][row]
-            if choice not in known:
+            if choice not in known or not target_logits[row - 1][known].isfinite().any():
                 continue
             before = w["markov_head.markov_w1.weight"][pack["ids"][anchor + k]]
             logits = head @ states[n, k] + w["markov_head.markov_w2.weight"] @ before
@@ -82,6 +87,20 @@ def test_losses_and_gradients_agree_with_the_plain_restatement(labels: str, know
     found, wanted = (torch.autograd.grad(x, list(weights.values())) for x in (result.total, expected))
     for name, a, b in zip(weights, found, wanted, strict=True):
         assert float((a - b).abs().max()) <= 1e-5 * max(1e-2, float(b.abs().max())), name
+
+
+def test_a_slot_whose_stored_top_tokens_are_all_off_the_draft_vocabulary_is_not_taught() -> None:
+    case = dspark_case(LENGTHS, known=12)
+    loss = DSparkLoss.model_validate({"labels": "text", "gamma": 4.0})
+    expected, sums = plain_loss(case, loss, ANCHORS, top=2)
+    every, _ = plain_loss(case, loss, ANCHORS)
+    logits = case.target.head.logits(case.batch.final)
+    log_probs, ids = logits.log_softmax(-1).topk(2)
+    stored = TopK(ids, log_probs, logits.logsumexp(-1))
+    result = our_loss(replace(case, batch=replace(case.batch, final=case.batch.final[:0], topk=stored)), loss, ANCHORS)
+    assert float(result.value) == pytest.approx(float(expected.detach()), abs=1e-5)
+    assert result.sums.tolist() == pytest.approx(sums, abs=1e-4)
+    assert float(expected.detach()) != pytest.approx(float(every.detach()), abs=1e-2)
 
 
 def test_a_live_draft_is_chosen_token_by_token_and_is_what_recorded_text_says() -> None:

@@ -142,7 +142,7 @@ class BlockObjective:
     def prepare_at(self, batch: PackedBatch, anchors: Tensor) -> BlockInputs:
         """The same with blocks at the given rows int64 [N], ascending."""
         rows, admitted = label_rows(anchors, self.depths + 1, batch.document, batch.loss_mask)
-        tokens, teacher, at = batch.input_ids[rows], None, None
+        tokens, taught, teacher, at = batch.input_ids[rows], admitted, None, None
         if self.loss.reads_teacher:
             taught_by = rows - 1
             needed, inverse = torch.unique(taught_by[admitted], return_inverse=True)
@@ -151,8 +151,11 @@ class BlockObjective:
             at = torch.zeros_like(rows).masked_scatter_(admitted, inverse)
             if by_choice and teacher.token is not None and len(needed):
                 tokens = teacher.token[at]
+            if self.compares and teacher.mass is not None and len(needed):
+                # None of the stored top tokens in the draft vocabulary is no distribution over it.
+                taught = admitted & (teacher.mass[at] > 0)
             at = at.flatten()
-        labels = torch.where(admitted, self.teacher.draft_token(tokens), -1)
+        labels = torch.where(taught, self.teacher.draft_token(tokens), -1)
         block_map = map_blocks(anchors, batch.document, self.model.window)
         return BlockInputs(batch, admitted.sum(0), (labels >= 0).sum(0), block_map, labels, teacher, at)
 
