@@ -308,8 +308,8 @@ def _entries_of_pair(row: dict[str, Any], columns: list[str]) -> list[Any]:
         question = f"{question}\n\n{topic}"
     turns: list[Any] = []
     answers = [row[name] for name in columns if name in ANSWERS]
-    for role, said in (("user", question), *(("assistant", answer) for answer in answers)):
-        turns += said if isinstance(said, list) else [{"role": role, "content": said}]
+    for role, content in (("user", question), *(("assistant", answer) for answer in answers)):
+        turns += content if isinstance(content, list) else [{"role": role, "content": content}]
     return turns
 
 

@@ -103,11 +103,11 @@ def top_tokens(head: "HeadBundle", final: Tensor, norm_state: NormState, k: int)
     for start, logits in parts:
         part = slice(start, start + len(logits))
         picked = _first_of_equals(logits, _largest(logits, k)).sort(dim=-1).values
-        kept = logits.gather(1, picked)
-        order = kept.sort(dim=-1, descending=True, stable=True).indices
+        values = logits.gather(1, picked)
+        order = values.sort(dim=-1, descending=True, stable=True).indices
         lse[part] = logits.logsumexp(dim=-1)
         ids[part] = picked.gather(1, order)
-        log_probs[part] = kept.gather(1, order) - lse[part, None]
+        log_probs[part] = values.gather(1, order) - lse[part, None]
     return TopK(ids, log_probs, lse)
 
 

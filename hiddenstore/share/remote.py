@@ -113,24 +113,24 @@ class StorageRemote:
         self.address, self._fs = fs.root, fs
 
     def begin(self, sums: Mapping[str, str], public: bool) -> None:
-        known = self._known()
-        if not known and self._fs.size(CARD) is not None:
+        before = self._sums()
+        if not before and self._fs.size(CARD) is not None:
             message = f"{self.address} holds a {CARD} that no push put there, and a push would take its place"
             raise ConflictError(message, kind=Kind.OUTPUT_EXISTS, hint="another name")
-        others = sorted(known.keys() - sums.keys())
+        others = sorted(before.keys() - sums.keys())
         # A store that has grown or was repaired is the same one; a drafter is all of its files.
-        if others and STORE_JSON not in known.keys() & sums.keys():
+        if others and STORE_JSON not in before.keys() & sums.keys():
             message = f"{self.address} holds {others[0]} of something else that was pushed there, which would be lost"
             raise ConflictError(message, kind=Kind.OUTPUT_EXISTS, hint="another name")
-        self._replace(_BEGUN, sums_text({**known, **sums}))
+        self._replace(_BEGUN, sums_text({**before, **sums}))
 
     def digests(self, files: Sequence[LocalFile]) -> dict[str, str]:
-        known, sizes = self._known(), {file.path: self._fs.size(file.path) for file in files}
+        before, sizes = self._sums(), {file.path: self._fs.size(file.path) for file in files}
         is_cut = self._fs.size(_BEGUN) is not None
         # Of another size under a known digest: put there by a push that ended before it, with other bytes. What such a
         # push was to replace may be the old file or the new one.
         return {
-            file.path: ("" if is_cut and file.replaces else known.get(file.path, ""))
+            file.path: ("" if is_cut and file.replaces else before.get(file.path, ""))
             if sizes[file.path] == file.size
             else "other"
             for file in files
@@ -155,12 +155,12 @@ class StorageRemote:
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         return self._fs.read_range(path, offset, length)
 
-    def _known(self) -> dict[str, str]:
-        known: dict[str, str] = {}
+    def _sums(self) -> dict[str, str]:
+        before: dict[str, str] = {}
         for name in (SUMS, _BEGUN):
             with suppress(NotFoundError):
-                known |= parse_sums(self._fs.read(name), f"{self.address}/{name}")
-        return known
+                before |= parse_sums(self._fs.read(name), f"{self.address}/{name}")
+        return before
 
     def _replace(self, path: str, data: bytes) -> None:
         self._fs.remove_tree(path)

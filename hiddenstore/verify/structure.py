@@ -251,8 +251,8 @@ class _Frozen:
             path = layout.snapshot_path(name)
             try:
                 snapshot = twice(fs, partial(load_snapshot, fs, name), path)
-                known = [entry for entry in snapshot.commits if digests.get(entry.record) == entry.sha256]
-                self.inputs.update(inputs_of[entry.record] for entry in known)
+                live = [entry for entry in snapshot.commits if digests.get(entry.record) == entry.sha256]
+                self.inputs.update(inputs_of[entry.record] for entry in live)
                 self.inputs.update(commit.record.input for commit in read_replaced(catalog, snapshot))
             except DAMAGE as error:
                 self.findings.append(Finding.of(error, path))

@@ -503,13 +503,13 @@ def _windows(facts: TargetFacts) -> dict[str, Any]:
     """The target's sliding window, and the types of its layers where they differ. A window is causal, as engines have
     it, whoever sets it."""
     window, types = facts.shape.get("sliding_window"), facts.shape.get("layer_types") or []
-    found: dict[str, Any] = {"sliding_causal": True}
+    fields: dict[str, Any] = {"sliding_causal": True}
     if not window or not facts.shape.get("use_sliding_window", True) or (types and "sliding_attention" not in types):
-        return found
+        return fields
     inherited = ["sliding_attention" if kind == "sliding_attention" else "full_attention" for kind in types]
     if len(set(inherited)) > 1:
-        found["layer_types"] = inherited
-    return {**found, "sliding_window": window}
+        fields["layer_types"] = inherited
+    return {**fields, "sliding_window": window}
 
 
 class _DFlashKind(DrafterKind[DFlash, DFlashConfig, BlockLoss]):

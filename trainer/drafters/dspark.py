@@ -160,15 +160,15 @@ class DSparkObjective(BlockObjective):
         markov, fixed = model.markov_head.markov_w2.weight, model.frozen_head
         trained = markov if fixed is not None else torch.cat([model.lm_head.weight, markov], 1)
         blend = LossKind(partial(_blend, loss.cross_entropy, loss.overlap), overlap=True)
-        found = head_losses(joined, trained, self._supervision(inputs, complete=False), scales, blend, fixed=fixed)
+        losses = head_losses(joined, trained, self._supervision(inputs, complete=False), scales, blend, fixed=fixed)
         if not model.config.confidence_head or loss.confidence == 0:
-            return found
-        assert found.overlap is not None
-        taught, overlap = inputs.labels >= 0, found.overlap.view_as(inputs.labels)
-        said = model.confidence_head(joined).view_as(overlap)
-        surprise = F.binary_cross_entropy_with_logits(said, overlap.to(said.dtype).clamp(0, 1), reduction="none")
-        more = loss.confidence * (surprise * scales.to(said.dtype))[taught].sum()
-        return found.plus(more)
+            return losses
+        assert losses.overlap is not None
+        taught, overlap = inputs.labels >= 0, losses.overlap.view_as(inputs.labels)
+        confidence = model.confidence_head(joined).view_as(overlap)
+        surprise = F.binary_cross_entropy_with_logits(confidence, overlap.to(confidence.dtype).clamp(0, 1), reduction="none")
+        more = loss.confidence * (surprise * scales.to(confidence.dtype))[taught].sum()
+        return losses.plus(more)
 
 
 class _DSparkKind(type(DFLASH)):  # type: ignore[misc]
