@@ -165,9 +165,9 @@ class DSparkObjective(BlockObjective):
             return losses
         assert losses.overlap is not None
         taught, overlap = inputs.labels >= 0, losses.overlap.view_as(inputs.labels)
-        confidence = model.confidence_head(joined).view_as(overlap)
-        surprise = F.binary_cross_entropy_with_logits(confidence, overlap.to(confidence.dtype).clamp(0, 1), reduction="none")
-        more = loss.confidence * (surprise * scales.to(confidence.dtype))[taught].sum()
+        guess = model.confidence_head(joined).view_as(overlap)
+        surprise = F.binary_cross_entropy_with_logits(guess, overlap.to(guess.dtype).clamp(0, 1), reduction="none")
+        more = loss.confidence * (surprise * scales.to(guess.dtype))[taught].sum()
         return losses.plus(more)
 
 
