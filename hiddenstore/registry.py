@@ -115,6 +115,8 @@ def _fault(value: object, contract: type) -> str | None:
     is_protocol = getattr(contract, "_is_protocol", False)
     if not is_protocol and not isinstance(value, contract):
         return f"is a {type(value).__name__}, not a {contract.__name__}"
+    if is_protocol and inspect.isclass(value):
+        return f"is the class {value.__name__}, not an object of it"
     for base in contract.__mro__:
         members = {n: hint for n, hint in vars(base).get("__annotations__", {}).items() if n not in vars(base)}
         members |= {n: member for n, member in vars(base).items() if is_protocol and not n.startswith("_")}

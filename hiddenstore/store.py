@@ -189,7 +189,7 @@ class Store:
         }
 
     def _missing(self, message: str) -> NotFoundError:
-        return NotFoundError(message, kind=Kind.SAMPLE_MISSING, hint=f"hiddenstore ls {self.path}")
+        return NotFoundError(message, kind=Kind.SAMPLE_MISSING, hint=shlex.join(["hiddenstore", "ls", self.path]))
 
     @property
     def capture(self) -> CaptureSpec:

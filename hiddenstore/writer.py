@@ -4,6 +4,7 @@ The order is the promise: segment durable, then its record by put-if-absent. A c
 record (the segment is garbage) or a whole unit.
 """
 
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -88,7 +89,9 @@ def create_store(
         raise ConflictError(
             f"{store.path} holds another capture:\n{lines}",
             kind=Kind.STORE_MISMATCH,
-            hint=cast_hint(differences, f"another folder, or ask for what is stored: hiddenstore info {store.path}"),
+            hint=cast_hint(
+                differences, f"another folder, or ask for what is stored: hiddenstore info {shlex.quote(store.path)}"
+            ),
         )
     for entry in store.manifest.target_files:
         if entry in entries and fs.size(f"{layout.TARGET_DIR}/{entry.path}") is None:
@@ -293,7 +296,8 @@ def _publish_target_file(fs: Filesystem, entry: FileEntry, data: bytes) -> None:
             f"{fs.root}/{path} is left from a store that was never finished: expected sha256 {entry.sha256}, "
             f"found {sha256}",
             kind=Kind.TARGET_FILES_DIFFER,
-            hint=f"rm -r {fs.root}/{layout.TARGET_DIR}, unless another job is creating this store now",
+            hint=shlex.join(["rm", "-r", f"{fs.root}/{layout.TARGET_DIR}"])
+            + ", unless another job is creating this store now",
         )
 
 

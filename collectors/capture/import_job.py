@@ -4,6 +4,7 @@ Nothing of the dump is touched unless ``delete_source`` asks for it, and then on
 committed from that has been read back.
 """
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -326,7 +327,7 @@ def read_back(store: Store, commit: CommitRecord, records: Sequence[Record]) -> 
                 kind=Kind.READ_BACK,
                 path=commit.segment,
                 samples=(entry.id,),
-                hint=f"check the disk; the source stays. hiddenstore verify {store.path} --full",
+                hint=f"check the disk; the source stays. hiddenstore verify {shlex.quote(store.path)} --full",
             )
 
 

@@ -177,7 +177,7 @@ class _Shard:
         """Show tokens of answers that have not ended, and of prompts, which are read before the first of those."""
         with self.lock:
             if drawn and not self.drawn:
-                self.progress.restart_clock()
+                self.progress.restart_clock(drawn / self.options.limit)
             self.drawn += drawn
             self.prompt_tokens += read
             self._show(0)

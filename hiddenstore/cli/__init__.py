@@ -8,6 +8,7 @@ or environment · 6 conflict · 75 interrupted, resumable · 130 second interrup
 import errno
 import os
 import platform
+import re
 import signal
 import sys
 import tempfile
@@ -380,7 +381,8 @@ def usage_error(error: click.ClickException) -> ConfigError:
     """A click error as ours; it names the command whose ``--help`` tells more."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "hiddenstore"
-    message = error.format_message().rstrip(".")
+    # click's word for a number with bounds.
+    message = re.sub(r"(is not a valid (?:integer|float)) range$", r"\1", error.format_message().rstrip("."))
     if message[1:2].islower():
         # Not RUN, which is the name of an argument.
         message = message[0].lower() + message[1:]

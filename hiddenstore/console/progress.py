@@ -36,7 +36,7 @@ class Progress:
         self.label, self.total, self.unit = label, total, unit
         self.done = start
         self.underway = 0.0
-        self._start = start
+        self._start: float = start
         self._fields: dict[str, Any] = {}
         self._began_s = self._last_line_s = time.monotonic()
         self._live: RichProgress | None = None
@@ -64,9 +64,9 @@ class Progress:
         elif not self._silent and kind is None and self._has_line and not self._line_is_last:
             self._line()
 
-    def restart_clock(self) -> None:
-        """What was needed so far, to load a model say, is no part of the rate."""
-        self._began_s, self._start = time.monotonic(), self.done
+    def restart_clock(self, underway: float = 0.0) -> None:
+        """What was needed so far, to load a model say, is no part of the rate, nor is what is ``underway`` by it."""
+        self._began_s, self._start = time.monotonic(), self.done + underway
 
     def advance(self, count: int = 1, **fields: Any) -> None:
         """``count`` more are done; ``fields`` (kept until replaced) are shown beside them."""

@@ -191,7 +191,7 @@ def _gpus() -> Iterator[DoctorCheck]:
     import torch
 
     if not torch.cuda.is_available():
-        detail = f"none visible to torch {torch.__version__} · {torch.get_num_threads()} CPU threads"
+        detail = f"none visible to torch {torch.__version__} · {plural(torch.get_num_threads(), 'CPU thread')}"
         yield DoctorCheck("gpu", "absent", detail)
         return
     for index in range(torch.cuda.device_count()):

@@ -228,7 +228,8 @@ def parse_index(name: str) -> int | None:
 
 def _required(pattern: re.Pattern[str], value: str, what: str) -> str:
     if not pattern.fullmatch(value):
-        raise ConfigError(f"{value!r} cannot be a {what}", kind=Kind.NAME_INVALID)
+        message = f"{value!r} cannot be a {what}: expected {pattern.pattern}"
+        raise ConfigError(message, kind=Kind.NAME_INVALID)
     return value
 
 

@@ -10,6 +10,7 @@ import fcntl
 import os
 import re
 import secrets
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -42,7 +43,9 @@ def refuse_existing_file(out: Path) -> None:
     """ConflictError ``output-exists`` when the name is taken."""
     if out.exists() or out.is_symlink():
         raise ConflictError(
-            f"{out} exists already", kind=Kind.OUTPUT_EXISTS, hint=f"rm {out}, or name another file with -o"
+            f"{out} exists already",
+            kind=Kind.OUTPUT_EXISTS,
+            hint=f"rm {shlex.quote(str(out))}, or name another file with -o",
         )
 
 

@@ -145,14 +145,14 @@ def is_inside(path: str) -> bool:
 
 
 def is_address(location: object) -> bool:
-    """Whether a location is written as a URL, of whatever scheme."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(location)) is not None
+    """Whether a location is written as a URL, of whatever scheme; of ours with one slash too, as a Path leaves it."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://|(s3|gs|az|hf):/", str(location)) is not None
 
 
 def parse_address(text: str) -> tuple[str, str, str]:
     """Scheme, bucket and prefix of an address. Raises ConfigError: ``scheme-unsupported``; ``address-invalid``: user,
     password or query, or no bucket. Neither is quoted: it may be a secret."""
-    scheme = text.partition("://")[0]
+    scheme = text.partition(":/")[0]
     if scheme not in ("s3", "gs", "az"):
         raise ConfigError(
             f"{scheme}:// cannot be opened: expected a local path, s3://, gs:// or az://", kind=Kind.SCHEME_UNSUPPORTED

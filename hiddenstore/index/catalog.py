@@ -4,6 +4,7 @@ Records that an index file covers are not read to open a store; they are when so
 ones the index saw. Where an index file turns out damaged or gone, the records it covers are read in its place.
 """
 
+import shlex
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -135,7 +136,7 @@ class Catalog(Sequence[Commit]):
     def stale(self, reason: str) -> CorruptionError:
         """What an index says and its records do not, as an error."""
         return CorruptionError(
-            f"{self.fs.root}: {reason}", kind=Kind.INDEX_STALE, hint=f"hiddenstore repair {self.fs.root}"
+            f"{self.fs.root}: {reason}", kind=Kind.INDEX_STALE, hint=f"hiddenstore repair {shlex.quote(self.fs.root)}"
         )
 
     def _keep(self, number: int, commit: Commit) -> None:

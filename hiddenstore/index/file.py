@@ -5,6 +5,7 @@ has its checksum. Nothing else of the file is believed.
 """
 
 import io
+import shlex
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -227,4 +228,6 @@ def _numbers_of(column: Any, dtype: np.dtype) -> np.ndarray:
 
 def _damaged(fs: Filesystem, path: str, reason: str) -> CorruptionError:
     message = f"{fs.root}/{path} is damaged: {reason}"
-    return CorruptionError(message, kind=Kind.INDEX_CORRUPT, path=path, hint=f"hiddenstore repair {fs.root}")
+    return CorruptionError(
+        message, kind=Kind.INDEX_CORRUPT, path=path, hint=f"hiddenstore repair {shlex.quote(fs.root)}"
+    )

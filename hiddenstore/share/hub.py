@@ -33,7 +33,7 @@ _TIMEOUT_S = 120
 def open_remote(address: str) -> Remote:
     """The place at ``hf://datasets/OWNER/NAME``, ``hf://OWNER/NAME``, or an address of object storage. Raises
     ConfigError: ``address-invalid``, ``scheme-unsupported``."""
-    if not address.startswith("hf://"):
+    if not address.startswith("hf:/"):
         return StorageRemote(open_filesystem(address))
     match = _ADDRESS.fullmatch(address)
     if match is None or ".." in match[2] or "--" in match[2]:

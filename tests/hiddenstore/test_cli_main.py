@@ -137,7 +137,8 @@ def test_the_version_is_printed() -> None:
     [
         (["info"], "missing argument 'STORE'"),
         (["info", "x", "--jsn"], "no such option '--jsn'"),
-        (["ls", "x", "-n", "many"], "'many' is not a valid integer"),
+        (["ls", "x", "-n", "many"], "'many' is not a valid integer  ["),
+        (["diff", "x", "y", "--tolerance", "much"], "'much' is not a valid float  ["),
         (["copy", "only-one"], "missing argument 'SRC...'"),
     ],
 )

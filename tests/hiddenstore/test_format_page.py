@@ -1,17 +1,26 @@
 """The program printed in ``docs/format.md`` reads a real store with stock tools only."""
 
+import hashlib
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
+from hiddenstore.files.documents import canonical
 from hiddenstore.store import Store
+from hiddenstore.targets.folder import open_target
 from hiddenstore.testing.builders import make_store
-from tests.golden.reading import STORES
+from tests.golden.reading import STORES, TARGET
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 
@@ -41,3 +50,56 @@ def assert_the_program_reads(store: Store, wanted: str, layer: int, tmp_path: Pa
     subprocess.run(command, check=True, cwd=tmp_path, timeout=60)
     found = torch.from_numpy(np.load(out)).bfloat16()
     assert torch.equal(found.view(torch.int16), store.read(wanted, layers=[layer]).aux[0].view(torch.int16))
+
+
+def test_the_digests_of_a_target_follow_from_the_page_alone() -> None:
+    target = Store.open(STORES / "collected-zarr").capture.target
+    tokens = json.loads((TARGET / "tokenizer.json").read_bytes())
+    model, tokenizer = tokens["model"], AutoTokenizer.from_pretrained(TARGET)
+    (texts,) = re.findall(r"```json\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    probes = [tokenizer.encode(text, add_special_tokens=False) for text in json.loads(texts)]
+    rules = {
+        "vocab": model.pop("vocab"),
+        "merges": [merge.split(" ") for merge in model.pop("merges", ())] or None,
+        "added_tokens": sorted(canonical(with_something(token)).decode() for token in tokens["added_tokens"]),
+        **{name: with_something(tokens[name]) for name in ("model", "normalizer", "pre_tokenizer")},
+    }
+    assert sha256(canonical(of_the_model(json.loads((TARGET / "config.json").read_bytes())))) == target.config_sha256
+    assert sha256(canonical({"vocab": tokenizer.get_vocab(), "probes": probes})) == target.tokenizer_sha256
+    assert sha256((TARGET / "chat_template.jinja").read_bytes()) == target.chat_template_sha256
+    assert sha256(canonical(rules)) == open_target(str(TARGET)).tokenizer_rules_sha256
+    assert sha256(b"".join(weights())) == target.weights_sha256
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def of_the_model(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    volatile = {"transformers_version", "torch_dtype", "dtype", "use_cache", "name_or_path", "model_name"}
+    return {name: of_the_model(v) for name, v in value.items() if name[0] != "_" and name not in volatile}
+
+
+def with_something(value: Any) -> Any:
+    if isinstance(value, list):
+        return [with_something(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {name: with_something(v) for name, v in value.items() if not (v is None or v is False or v == "")}
+
+
+def weights() -> Iterator[bytes]:
+    tensors = load_file(TARGET / "model.safetensors")
+    for name, key in (("embed_tokens", "model.embed_tokens"), ("norm", "model.norm"), ("lm_head", "lm_head")):
+        tensor = tensors.get(f"{key}.weight")
+        shape = "tied" if tensor is None else "x".join(map(str, tensor.shape))
+        yield f"{name} {shape}\n".encode()
+        yield b"" if tensor is None else tensor.bfloat16().view(torch.uint16).numpy().tobytes()
+
+
+def test_an_input_names_its_file_in_the_metadata_of_parquet() -> None:
+    path = next((STORES / "collected-zarr" / "inputs").iterdir())
+    digest = pq.read_metadata(path).metadata[b"hiddenstore.sha256"][-64:]
+    assert sha256(path.read_bytes().replace(digest, b"0" * 64)).encode() == digest

@@ -182,6 +182,13 @@ def test_urls_are_refused_with_the_scheme_named(url: str) -> None:
     assert error.value.kind == "scheme-unsupported"
 
 
+@pytest.mark.parametrize("location", [Path("s3://bucket/store"), "s3:/bucket/store", "gs:/bucket", "az:/container/a"])
+def test_an_address_with_one_slash_is_no_local_folder(location: str | Path) -> None:
+    with pytest.raises(ConfigError, match=r"(s3|gs|az)://… is no address of a bucket: expected") as error:
+        open_filesystem(location)
+    assert error.value.kind == "address-invalid"
+
+
 def test_a_filesystem_pickles_as_its_root(tmp_path: Path) -> None:
     fs = LocalFilesystem(tmp_path)
     write(fs, "a", b"12345")

@@ -129,14 +129,16 @@ def test_parts_of_units_and_a_clock_that_starts_with_the_first_of_them_give_a_ti
     def body() -> None:
         with Progress("regenerate", total=10, unit="answers") as progress:
             clock[0] += 300
-            progress.restart_clock()
+            progress.underway = 0.5
+            progress.restart_clock(0.5)
+            assert progress.rate == 0
             clock[0] += 50
-            # Five answers are half done: 2.5 in 50 s, 7.5 to go.
-            progress.underway = 2.5
+            # Six answers are half done: 2.5 in 50 s, 7 to go.
+            progress.underway = 3
             progress.advance(0)
 
     (line,) = run(body).stderr.splitlines()
-    assert "answers=0/10 rate=0.05/s eta=2m30s" in line
+    assert "answers=0/10 rate=0.05/s eta=2m20s" in line
 
 
 def test_a_name_and_its_figure_stay_in_one_line_of_a_narrow_terminal(

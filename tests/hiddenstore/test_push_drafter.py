@@ -141,7 +141,9 @@ def test_a_folder_without_anything_that_was_pushed_is_said_to_be_one(
     assert not (tmp_path / "here").exists()
 
 
-@pytest.mark.parametrize("address", ["hf://datasets/states", "hf://datasets/states@main", "hf://datasets/", "hf://me"])
+@pytest.mark.parametrize(
+    "address", ["hf://datasets/it", "hf://datasets/it@main", "hf://datasets/", "hf://me", "hf:/me/it"]
+)
 def test_an_address_without_an_owner_is_no_repository_of_another_kind(address: str) -> None:
     with pytest.raises(ConfigError, match="expected hf://datasets/OWNER/NAME") as caught:
         open_remote(address)

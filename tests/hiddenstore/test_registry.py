@@ -61,6 +61,7 @@ def test_a_codec_without_one_of_its_facts_is_an_error_that_names_it(base: str, f
         ("nominal_bits: float = 8.0", "nominal_bits: None = None", "states nominal_bits = None, not float"),
         ("def chunk_tokens(self, width: int)", "chunk_tokens: int = 64\n    def no(self)", "states chunk_tokens = 64"),
         ("import torch\n", "import torhc\n", "cannot be imported: ModuleNotFoundError: No module named 'torhc'"),
+        ("FP8 = Fp8Codec()", "FP8 = Fp8Codec", "is the class Fp8Codec, not an object of it"),
         ("FP8 = ", "FP9 = ", "cannot be imported: AttributeError: module 'lame' has no attribute 'FP8'"),
     ],
 )

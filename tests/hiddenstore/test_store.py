@@ -1,6 +1,7 @@
 """The store as a reader sees it."""
 
 import json
+import shlex
 import subprocess
 import sys
 import threading
@@ -70,6 +71,13 @@ def test_entries_locate_every_sample(store: Store) -> None:
     for record, entry in entries:
         found, index = store.locate(entry.id)
         assert (found, found.samples[index]) == (record, entry)
+
+
+def test_the_command_that_an_error_names_takes_a_path_with_blanks(tmp_path: Path) -> None:
+    (tmp_path / "my states").mkdir()
+    with make_store(tmp_path / "my states") as store, pytest.raises(NotFoundError) as error:
+        store["nothing"]
+    assert shlex.split(error.value.hint or "") == ["hiddenstore", "ls", store.path]
 
 
 def test_no_store_is_not_found_with_the_command_that_makes_one(tmp_path: Path) -> None:

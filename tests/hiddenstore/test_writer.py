@@ -76,6 +76,7 @@ def test_target_files_of_an_unfinished_store_are_never_overwritten() -> None:
     with pytest.raises(ConflictError) as error:
         empty_store(fs)
     assert error.value.kind == "target-files-differ"
+    assert (error.value.hint or "").startswith("rm -r ")
     assert fs.read("target/config.json") == b"older"
     assert fs.size(layout.STORE_JSON) is None
 

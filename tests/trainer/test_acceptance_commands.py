@@ -294,6 +294,8 @@ def test_people_see_the_same_figures_and_the_next_command(made, tmp_path):
     assert "accepted length" in shown.stdout
     assert "n-gram floor" in shown.stdout
     assert "hiddenstore decode" in shown.stderr
+    one = run(decode_words(made, "-n", "1", "--device", "cpu"))
+    assert "+ 1 prefill, for " in one.stdout
     shown = run(decode_words(made, "-n", "3", "--device", "cpu"))
     assert "3 of 3 answers" in shown.stdout
     assert "drafts + 3 prefills" in shown.stdout

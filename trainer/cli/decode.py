@@ -12,7 +12,7 @@ import click
 from hiddenstore.cli.words import RUN, FiniteRange, same_target_option, target_options
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.progress import Progress
-from hiddenstore.console.text import percent
+from hiddenstore.console.text import percent, plural
 from hiddenstore.errors import ConfigError, Kind
 from trainer.cli.evaluate import acceptance_rows, draft_len_option, floor_members, judge, length_text, shape_text
 
@@ -147,7 +147,7 @@ def _warn_of_prompts(source: str, unusable: list[str], decoded: int, count: int)
     if unusable:
         output().warn(left_out(unusable))
     if decoded < count:
-        output().warn(f"{source} had only {decoded} prompts to decode, {count} were asked for")
+        output().warn(f"{source} had only {plural(decoded, 'prompt')} to decode, {count} were asked for")
 
 
 def _simulate_same_text(
@@ -230,10 +230,11 @@ def _show(document: dict[str, Any]) -> None:
     if document["identical_to_greedy"] is None:
         same = f"sampled at temperature {document['temperature']:g}, drafts {document['draft_sample_method']}"
     left_out = f"{document['looping']} looping of {document['prompts_tried']} ({percent(document['looping_share'])})"
-    forwards = f"{document['target_forwards']:,} = {document['drafts']:,} drafts + {document['prefills']:,} prefills"
+    passes = f"{plural(document['drafts'], 'draft')} + {plural(document['prefills'], 'prefill')}"
+    forwards = f"{document['target_forwards']:,} = {passes}, for {plural(document['answer_tokens'], 'token')}"
     speed = f"{document['tokens_per_s']:,.1f}  without a drafter {document['baseline_tokens_per_s']:,.1f}"
     rows += [("same as greedy", same), ("left out", left_out)]
-    rows += [("target forwards", f"{forwards}, for {document['answer_tokens']:,} tokens"), ("tokens/s", speed)]
+    rows += [("target forwards", forwards), ("tokens/s", speed)]
     output().pairs(rows)
     if len(document["sweep"]) > 1:
         output().table(

@@ -367,7 +367,11 @@ def reopen(options: TrainOptions) -> tuple[Store, TrainConfig]:
     path = options.run
     if not (path / RUN_JSON).is_file():
         problem = f"{path} is no run to resume: {RUN_JSON} is missing"
-        raise NotFoundError(problem, kind=Kind.RUN_MISSING, hint=f"hiddenstore train {options.store} -o {path}")
+        raise NotFoundError(
+            problem,
+            kind=Kind.RUN_MISSING,
+            hint=shlex.join(["hiddenstore", "train", str(options.store), "-o", str(path)]),
+        )
     refused = [word for word in options.words if not word.startswith("train.") or word.startswith("train.init_from")]
     if options.file is not None or refused:
         changes = ", ".join([*([f"-c {options.file}"] if options.file is not None else []), *refused])
