@@ -5,12 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from collectors.targets.layers import LayerChoice
 from hiddenstore.codecs import get_layout
 from hiddenstore.codecs.recipes import RECIPES, get_recipe, recipe_name
+from hiddenstore.console.text import plural
 from hiddenstore.errors import ConfigError
 from hiddenstore.fs import open_filesystem
-from hiddenstore.inputs import PreparedInput
+from hiddenstore.inputs import PreparedInput, RegisteredInput
 from hiddenstore.inspect.forecast import Counts, room_for
 from hiddenstore.inspect.forecast import shortage as room_lacking
 from hiddenstore.segments import CONTAINERS, default_container
@@ -20,6 +24,7 @@ from hiddenstore.store import Store
 from hiddenstore.targets.blocks import block_parameters, require_blocks
 from hiddenstore.targets.calibration import slice_tokens
 from hiddenstore.targets.folder import TargetFolder
+from hiddenstore.writer import PendingUnit
 from schemas.capture import REBUILT, TOPK, CaptureSpec, Codecs, FinalMode, not_rebuildable
 from schemas.prepared import PreparedData
 
@@ -135,6 +140,22 @@ def shortage(store: Store, info: PreparedData, pending: Mapping[str, int], job: 
     needed = room.size_bytes * sum(pending.values()) // max(1, info.tokens)
     lacking = room_lacking(store, needed, job, "`hiddenstore plan` shows what fits")
     return lacking and f"warning: {lacking}"
+
+
+def repetition(store: Store, digest: str, pending: Mapping[str, PendingUnit]) -> str | None:
+    """A warning where samples of ``pending`` units of a registered input came with another input; None without one."""
+    table = RegisteredInput(store.fs, digest).table
+    names = [name for name, unit in pending.items() if unit.replaces is None]
+    left = table.filter(pc.is_in(table["unit"], pa.array(names, pa.string())))
+    tokens = dict(zip(left["sample_id"].to_pylist(), left["tokens"].to_pylist(), strict=True))
+    repeated = tokens.keys() & set(store.sample_ids) if tokens else ()
+    if not repeated:
+        return None
+    return (
+        f"warning: {store.path} holds {len(repeated):,} of these {plural(len(tokens), 'sample')} already, by another "
+        f"input: their {sum(map(tokens.__getitem__, repeated)):,} tokens are captured and stored once more, and read "
+        "once; of an input that has grown, prepare what is new alone"
+    )
 
 
 def raw_bytes(info: PreparedData, capture: CaptureSpec) -> int:
