@@ -13,6 +13,7 @@ from hiddenstore.codecs import get_layout
 from hiddenstore.codecs.recipes import RECIPES, get_recipe, recipe_name
 from hiddenstore.console.text import plural
 from hiddenstore.errors import ConfigError
+from hiddenstore.files.layout import parse_commit
 from hiddenstore.fs import open_filesystem
 from hiddenstore.inputs import PreparedInput, RegisteredInput
 from hiddenstore.inspect.forecast import Counts, room_for
@@ -144,16 +145,21 @@ def shortage(store: Store, info: PreparedData, pending: Mapping[str, int], job: 
 
 def repetition(store: Store, digest: str, pending: Mapping[str, PendingUnit]) -> str | None:
     """A warning where samples of ``pending`` units of a registered input came with another input; None without one."""
-    table = RegisteredInput(store.fs, digest).table
+    registered = RegisteredInput(store.fs, digest)
+    units = (parsed.unit for name in store.catalog.names if (parsed := parse_commit(name)))
+    # Ids are read only of a store of several inputs: at ten million samples they take seconds.
+    if not pending or set(units) <= set(registered.units):
+        return None
+    table = registered.table
     names = [name for name, unit in pending.items() if unit.replaces is None]
     left = table.filter(pc.is_in(table["unit"], pa.array(names, pa.string())))
     tokens = dict(zip(left["sample_id"].to_pylist(), left["tokens"].to_pylist(), strict=True))
-    repeated = tokens.keys() & set(store.sample_ids) if tokens else ()
-    if not repeated:
+    doubles = tokens.keys() & store.sample_ids
+    if not doubles:
         return None
     return (
-        f"warning: {store.path} holds {len(repeated):,} of these {plural(len(tokens), 'sample')} already, by another "
-        f"input: their {sum(map(tokens.__getitem__, repeated)):,} tokens are captured and stored once more, and read "
+        f"warning: {store.path} holds {len(doubles):,} of these {plural(len(tokens), 'sample')} already, by another "
+        f"input: their {sum(map(tokens.__getitem__, doubles)):,} tokens are captured and stored once more, and read "
         "once; of an input that has grown, prepare what is new alone"
     )
 

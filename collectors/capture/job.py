@@ -379,7 +379,7 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
                 require_encodes(store.capture, store.path)
             if warning := shortage(store, prepared.info, left):
                 say_once(warning)
-            if warning := repetition(store, job.digest, pending_units(store, job.digest)):
+            if rank.is_first and (warning := repetition(store, job.digest, pending_units(store, job.digest))):
                 say_once(warning)
             yield job
 
