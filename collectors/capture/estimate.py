@@ -5,12 +5,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from collectors.targets.layers import LayerChoice
 from hiddenstore.codecs import get_layout
 from hiddenstore.codecs.recipes import RECIPES, get_recipe, recipe_name
+from hiddenstore.console.text import plural
 from hiddenstore.errors import ConfigError
+from hiddenstore.files.layout import parse_commit
 from hiddenstore.fs import open_filesystem
-from hiddenstore.inputs import PreparedInput
+from hiddenstore.inputs import PreparedInput, RegisteredInput
 from hiddenstore.inspect.forecast import Counts, room_for
 from hiddenstore.inspect.forecast import shortage as room_lacking
 from hiddenstore.segments import CONTAINERS, default_container
@@ -20,6 +25,7 @@ from hiddenstore.store import Store
 from hiddenstore.targets.blocks import block_parameters, require_blocks
 from hiddenstore.targets.calibration import slice_tokens
 from hiddenstore.targets.folder import TargetFolder
+from hiddenstore.writer import PendingUnit
 from schemas.capture import REBUILT, TOPK, CaptureSpec, Codecs, FinalMode, not_rebuildable
 from schemas.prepared import PreparedData
 
@@ -135,6 +141,27 @@ def shortage(store: Store, info: PreparedData, pending: Mapping[str, int], job: 
     needed = room.size_bytes * sum(pending.values()) // max(1, info.tokens)
     lacking = room_lacking(store, needed, job, "`hiddenstore plan` shows what fits")
     return lacking and f"warning: {lacking}"
+
+
+def repetition(store: Store, digest: str, pending: Mapping[str, PendingUnit]) -> str | None:
+    """A warning where samples of ``pending`` units of a registered input came with another input; None without one."""
+    registered = RegisteredInput(store.fs, digest)
+    units = (parsed.unit for name in store.catalog.names if (parsed := parse_commit(name)))
+    # Ids are read only of a store of several inputs: at ten million samples they take seconds.
+    if not pending or set(units) <= set(registered.units):
+        return None
+    table = registered.table
+    names = [name for name, unit in pending.items() if unit.replaces is None]
+    left = table.filter(pc.is_in(table["unit"], pa.array(names, pa.string())))
+    tokens = dict(zip(left["sample_id"].to_pylist(), left["tokens"].to_pylist(), strict=True))
+    doubles = tokens.keys() & store.sample_ids
+    if not doubles:
+        return None
+    return (
+        f"warning: {store.path} holds {len(doubles):,} of these {plural(len(tokens), 'sample')} already, by another "
+        f"input: their {sum(map(tokens.__getitem__, doubles)):,} tokens are captured and stored once more, and read "
+        "once; of an input that has grown, prepare what is new alone"
+    )
 
 
 def raw_bytes(info: PreparedData, capture: CaptureSpec) -> int:

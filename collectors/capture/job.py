@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from collectors.capture.estimate import final_rows, shortage
+from collectors.capture.estimate import final_rows, repetition, shortage
 from collectors.capture.options import (
     AUTO,
     CollectOptions,
@@ -378,6 +378,8 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
             if left := pending_tokens(store, job.digest):
                 require_encodes(store.capture, store.path)
             if warning := shortage(store, prepared.info, left):
+                say_once(warning)
+            if rank.is_first and (warning := repetition(store, job.digest, pending_units(store, job.digest))):
                 say_once(warning)
             yield job
 

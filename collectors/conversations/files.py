@@ -12,6 +12,7 @@ from functools import partial
 from io import BufferedReader, FileIO
 from itertools import count
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import ijson
@@ -46,16 +47,21 @@ def open_file(path: Path, label: str, columns: ColumnFilter = conversation_colum
         raise ConfigError(f"{path} is empty", kind=Kind.INPUT_EMPTY)
     if magic == b"PAR1":
         return _open_parquet(path, label, columns)
-    name = path.name.removesuffix(".gz")
-    if name.endswith(LINES):
-        return Source(label, size, partial(_line_rows, path, label))
-    first = _first_byte(path)
-    if not name.endswith(".json") and first not in (b"{", b"["):
+    name, first = path.name.removesuffix(".gz"), _first_line(path)
+    if not name.endswith((*LINES, ".json")) and not first.startswith((b"{", b"[")):
         raise ConfigError(
             f"{path} is neither JSON nor parquet (expected {', '.join(SUFFIXES)}, with or without .gz)",
             kind=Kind.INPUT_UNREADABLE,
         )
-    return Source(label, size, partial(_array_rows if first == b"[" else _line_rows, path, label))
+    if first == b"{":
+        raise ConfigError(
+            f"{path} begins with an object over several lines: expected one object a line, or an array of them",
+            kind=Kind.INPUT_UNREADABLE,
+            hint=f"jq -c . {quote(str(path))} > rows.jsonl; where its member data holds the rows, jq -c '.data[]'",
+        )
+    # A row of JSON lines may be a list, which costs itself alone; an array over several lines is the file.
+    is_array = first == b"[" if name.endswith(LINES) else first.startswith(b"[")
+    return Source(label, size, partial(_array_rows if is_array else _line_rows, path, label))
 
 
 class ByteStream:
@@ -91,11 +97,12 @@ class ByteStream:
         self._raw.close()
 
 
-def _first_byte(path: Path) -> bytes:
+def _first_line(path: Path) -> bytes:
+    """The first that is not blank, without blanks around it; of a long one its beginning."""
     with closing(ByteStream(path)) as stream:
         while line := stream.line(_PIECE_BYTES):
-            if text := line.removeprefix(_BYTE_ORDER_MARK).lstrip(_SPACE):
-                return text[:1]
+            if text := line.removeprefix(_BYTE_ORDER_MARK).strip(_SPACE):
+                return text
     return b""
 
 

@@ -335,6 +335,28 @@ def test_a_broken_json_array_is_an_error_naming_the_line(tmp_path: Path, text: s
     assert caught.value.kind == "input-unreadable"
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.json.gz"])
+@pytest.mark.parametrize("value", [conversation_row(0), {"data": [conversation_row(0), conversation_row(1)]}])
+def test_an_object_over_several_lines_is_refused_as_a_file_and_not_line_by_line(
+    tmp_path: Path, name: str, value: dict[str, object]
+) -> None:
+    path = tmp_path / name
+    text = json.dumps(value, indent=2).encode()
+    path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    with pytest.raises(ConfigError, match="an object over several lines") as caught:
+        open_sources([str(path)])
+    assert caught.value.kind == "input-unreadable"
+    assert "jq -c '.data[]'" in (caught.value.hint or "")
+
+
+def test_an_array_over_several_lines_is_read_under_the_name_of_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps([conversation_row(number) for number in range(3)], indent=1))
+    assert all(isinstance(item, Conversation) for item in read_conversations([str(path)]))
+    path.write_text(f"[]\n{json.dumps(conversation_row(1))}\n")
+    assert [isinstance(item, Conversation) for item in read_conversations([str(path)])] == [False, True]
+
+
 def test_the_values_of_a_json_array_are_those_of_its_text(tmp_path: Path) -> None:
     values = [
         {"a": 12345678901234567890, "b": [1e-3, -2, None, True]},

@@ -168,6 +168,22 @@ def test_two_inputs_can_be_collected_into_one_store(options: CollectOptions, tmp
     assert len(Store.open(options.store)) == 17
 
 
+def test_samples_that_came_with_another_input_are_counted_before_they_are_captured_once_more(
+    options: CollectOptions, tmp_path: Path
+) -> None:
+    run(options)
+    samples = list(PreparedInput.open(options.data).samples())
+    others = list(PreparedInput.open(data_for_tiny(tmp_path / "others", samples=5, seed=9)).samples())
+    more = replace(options, data=data_for_tiny(tmp_path / "more", samples=[*samples[:4], *others]))
+    notes: list[str] = []
+    for _ in range(2):
+        collect(more, note=notes.append)
+    tokens = sum(sample.tokens for sample in samples[:4])
+    (warning,) = (note for note in notes if note.startswith("warning: "))
+    assert f"holds 4 of these 9 samples already, by another input: their {tokens:,} tokens" in warning
+    assert len(Store.open(options.store)) == 17
+
+
 @pytest.mark.parametrize(
     ("change", "error", "kind"),
     [
