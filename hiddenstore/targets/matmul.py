@@ -41,7 +41,8 @@ HAS_ONEDNN = (
 def _has_bf16() -> bool:
     if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
-    # With AVX-512 alone oneDNN takes bf16 and is slower at it than at fp32, four times from 64 rows on.
+    # With AVX-512 alone oneDNN takes bf16 and is slower at it than at fp32, four times from 64 rows on
+    # (benchmarks/results/bf16-avx512-2026-11-28.md).
     has_own = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return has_own or platform.machine().lower() not in ("x86_64", "amd64")
 
