@@ -1,6 +1,8 @@
 """A tiny world made through the command line: targets, conversations, DATA, a store, a run; and ways to damage it."""
 
 import json
+import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,12 @@ def tree(folder: Path) -> dict[str, bytes | None]:
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))
     }
+
+
+def age(path: Path, seconds: float) -> None:
+    """Have a path and all below it be last written so long ago."""
+    for member in [path, *path.rglob("*")]:
+        os.utime(member, (time.time() - seconds,) * 2)
 
 
 def run(*words: str) -> int:

@@ -67,11 +67,7 @@ def require_absent(fs: Filesystem, path: str) -> None:
             break
         names = fs.list(parent)
         if child == path and name in names:
-            raise _unknown(
-                fs,
-                path,
-                "its folder lists it: a link to a disk that is not mounted, or no file",
-            )
+            raise _unknown(fs, path, "its folder lists it: a link to a disk that is not mounted, or no file")
         if names or not parent:
             break
         child = parent

@@ -16,14 +16,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError, Kind
-from hiddenstore.files.layout import (
-    ADVICE_DIR,
-    CALIBRATION_DIR,
-    COMMITS_DIR,
-    DATA_JSON,
-    SNAPSHOTS_DIR,
-    STORE_JSON,
-)
+from hiddenstore.files.layout import ADVICE_DIR, CALIBRATION_DIR, COMMITS_DIR, DATA_JSON, SNAPSHOTS_DIR, STORE_JSON
 from hiddenstore.fs.seam import Filesystem
 from schemas.base import IMAGES_FORMAT, Document
 

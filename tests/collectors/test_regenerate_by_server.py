@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,21 +33,12 @@ from collectors.regenerate.server import ChatServer, UnansweredError, _read_repl
 from hiddenstore.cli import main
 from hiddenstore.conversation import Conversation, parse_row
 from hiddenstore.errors import CaptureError, ConfigError, ConflictError, StorageError
-from hiddenstore.servers import http
 from hiddenstore.servers.http import ServerAccess
 
 KEY = "sk-1234567890"
 
 
-@pytest.fixture(autouse=True)
-def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.001)
-
-
-@pytest.fixture
-def double() -> Iterator[ChatDouble]:
-    with chat_double() as server:
-        yield server
+pytestmark = pytest.mark.usefixtures("short_waits")
 
 
 def run(chosen: RegenerateOptions) -> RegenerateReport:

@@ -1,24 +1,18 @@
 """How long an answer may be: what is cut is shown early, and a larger limit answers only that again."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from chat_double import Asked, ChatDouble, chat_double, options, plain_answer
+from chat_double import Asked, ChatDouble, options, plain_answer
 
 from collectors.regenerate.job import regenerate
 from collectors.regenerate.options import RegenerateOptions
 from hiddenstore.console.progress import Progress
 from hiddenstore.errors import ConflictError, InterruptError
-
-
-@pytest.fixture
-def double() -> Iterator[ChatDouble]:
-    with chat_double() as server:
-        yield server
 
 
 def test_answers_that_meet_the_limit_are_shown_while_they_come_and_warned_of_early(

@@ -1,25 +1,14 @@
 """Requests that a server refuses: each costs its own row, whenever it came, and all of them the run."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chat_double import ChatDouble, chat_double, expected, options, texts, two_turns
+from chat_double import ChatDouble, expected, options, texts, two_turns
 
 from collectors.regenerate.job import regenerate
 from hiddenstore.errors import ConfigError, StorageError
-from hiddenstore.servers import http
 
-
-@pytest.fixture(autouse=True)
-def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.001)
-
-
-@pytest.fixture
-def double() -> Iterator[ChatDouble]:
-    with chat_double() as server:
-        yield server
+pytestmark = pytest.mark.usefixtures("short_waits")
 
 
 def test_a_request_that_is_refused_drops_its_conversation_and_is_counted(tmp_path: Path, double: ChatDouble) -> None:

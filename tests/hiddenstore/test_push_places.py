@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hiddenstore.errors import ConflictError, CorruptionError
+from hiddenstore.errors import ConflictError, CorruptionError, StorageError
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.share.hub import open_remote
 from hiddenstore.share.pull import pull
@@ -107,3 +107,17 @@ def test_a_store_that_was_repaired_and_has_grown_is_the_same_one(remote: Remote,
     push(grown, remote)
     pull(remote, tmp_path / "here", silent)  # type: ignore[arg-type]
     assert contents(Store.open(tmp_path / "here")) == contents(grown)
+
+
+def test_a_list_of_files_that_comes_cut_at_the_end_of_a_line_is_no_smaller_push(tmp_path: Path) -> None:
+    class Cut(StorageRemote):
+        def read_range(self, path: str, offset: int, length: int) -> bytes:
+            data = super().read_range(path, offset, length)
+            return data[: data[:-1].rindex(b"\n") + 1] if path == SUMS else data
+
+    store, place = made(tmp_path / "a", 4), LocalFilesystem(tmp_path / "place")
+    push(store, StorageRemote(place))
+    with pytest.raises(StorageError, match="bytes came of") as caught:
+        pull(Cut(place), tmp_path / "out", silent)
+    assert caught.value.kind == "io-error"
+    assert not (tmp_path / "out").exists()

@@ -96,20 +96,6 @@ def test_records_are_pulled_after_the_segments_that_they_name_and_before_their_i
     assert turns == [1, 2, 3]
 
 
-def test_a_list_of_files_that_comes_cut_at_the_end_of_a_line_is_no_smaller_push(store: Store, tmp_path: Path) -> None:
-    class Cut(StorageRemote):
-        def read_range(self, path: str, offset: int, length: int) -> bytes:
-            data = super().read_range(path, offset, length)
-            return data[: data[:-1].rindex(b"\n") + 1] if path == SUMS else data
-
-    place = LocalFilesystem(tmp_path / "place")
-    push(store, StorageRemote(place))
-    with pytest.raises(StorageError, match="bytes came of") as caught:
-        pull(Cut(place), tmp_path / "out", silent)
-    assert caught.value.kind == "io-error"
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_push_killed_before_it_replaced_a_card_is_finished_by_the_next(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
