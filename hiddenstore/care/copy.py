@@ -63,7 +63,8 @@ def check_sources(
     for source in sources:
         if f"{address}/".startswith(f"{source.fs.address}/"):
             where = "onto itself" if source.fs.address == address else f"into itself, {location}"
-            raise ConflictError(f"{source.path} cannot be copied {where}", kind=Kind.OUTPUT_EXISTS)
+            problem = f"{source.path} cannot be copied {where}"
+            raise ConflictError(problem, kind=Kind.OUTPUT_EXISTS, hint="name a place outside of it")
     first, others, warnings = sources[0], [*sources[1:]], list[str]()
     with suppress(NotFoundError):
         others.append(Store.open(location, strict=False))
