@@ -1,6 +1,7 @@
 """The arrows between the packages and the calls nobody may make, read from the source."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,9 @@ MAY_RENAME = {
     "collectors/engines/resources.py": "scratch that goes with its process",
     "trainer/train/checkpoint.py": "a checkpoint that goes",
 }
+# What begins a command line, and what names a place there.
+COMMAND = re.compile(r"(?:^|[\s`(])(?:rm|mv|ls|df|mkdir|pip install|hiddenstore [a-z-]+)(?: -[a-z]+)* (?:[^`;…]* )?$")
+PLACES = {"path", "folder", "file", "out", "root", "run", "store", "data", "parent", "address", "location", "source"}
 SOURCES = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]
 COMMANDS = [path for path in SOURCES if path.parent.name == "cli"]
 
@@ -128,6 +132,30 @@ def test_nothing_outside_a_command_line_imports_one(path: Path) -> None:
     if "cli" not in path.relative_to(ROOT).parts:
         lines = {module for module in imported(ast.parse(path.read_text())) if "cli" in module.split(".")}
         assert not lines, f"{name_of(path)} imports {sorted(lines)}"
+
+
+def unquoted(text: ast.JoinedStr) -> Iterator[str]:
+    """The places that a command line in a text names as they are, so that a blank in one makes two words of it."""
+    before = ""
+    for part in text.values:
+        if isinstance(part, ast.Constant):
+            before += part.value
+        elif isinstance(part, ast.FormattedValue):
+            name = ast.unparse(part.value)
+            if COMMAND.search(before) and name.rpartition(".")[2] in PLACES:
+                yield name
+            before += "X"
+
+
+def test_a_command_in_a_text_quotes_the_places_it_names() -> None:
+    lines = [
+        f"{name_of(path)}:{node.lineno} {name}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.JoinedStr)
+        for name in unquoted(node)
+    ]
+    assert not lines, "\n".join(lines)
 
 
 def test_names_are_nouns() -> None:

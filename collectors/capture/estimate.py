@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from collectors.targets.layers import LayerChoice
-from hiddenstore.codecs import get_layout
+from hiddenstore.codecs import FITTED, get_layout
 from hiddenstore.codecs.recipes import RECIPES, get_recipe, recipe_name
 from hiddenstore.console.text import plural
 from hiddenstore.errors import ConfigError
@@ -36,8 +36,8 @@ _TOKENS_READ = 1 << 20
 class Estimate:
     """One recipe: bytes of segments, segments, and files in them; the bytes beside them, and of all together.
 
-    ``bytes_target`` is embeddings, LM head and the blocks that rebuild states, which a trainer holds in memory; these
-    take ``rebuild_flops`` a token, 0 where every state is stored.
+    ``bytes_target`` is embeddings, LM head, what the codec is fitted to and the blocks that rebuild states, which a
+    trainer holds in memory; the blocks take ``rebuild_flops`` a token, 0 where every state is stored.
     """
 
     recipe: str
@@ -191,6 +191,7 @@ def _estimate(
     room = room_for(counts, capture, container)
     blocks = block_parameters(config, capture.blocks)
     head = capture.target.vocab_size * width * (1 if getattr(config, "tie_word_embeddings", False) else 2)
+    fitted = FITTED[codecs.aux].fit_bytes(width) * len(capture.stored_layers) if codecs.aux in FITTED else 0
     slice_bytes = 2 * width * slice_tokens(capture) * (len(capture.aux_layers) + (capture.final != "none"))
     return Estimate(
         recipe,
@@ -198,7 +199,7 @@ def _estimate(
         room.size_bytes / max(1, info.tokens),
         room.segments,
         room.files,
-        bytes_target=_value_bytes(config) * (head + blocks),
+        bytes_target=_value_bytes(config) * (head + blocks) + fitted,
         bytes_calibration=min(slice_bytes, raw_bytes(info, capture)),
         rebuild_flops=2 * blocks,
     )

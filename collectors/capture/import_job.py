@@ -217,7 +217,8 @@ def _matcher(options: ImportOptions, target: EngineTarget) -> Matcher:
         require_data_fits(data.info, target.folder)
         if data.info.images is not None:
             problem = f"{data.folder} holds images, and no dump says which image its states are of"
-            raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint=f"hiddenstore collect {data.folder} -o STORE")
+            hint = shlex.join(["hiddenstore", "collect", str(data.folder), "-o", "STORE"])
+            raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint=hint)
         prepared = PreparedTokens(data)
     return Matcher(prepared, exported_turns(Path(options.source)), options.loss_on == "all", options.validation)
 

@@ -227,9 +227,11 @@ def _show(document: dict[str, Any], shard: tuple[int, int]) -> None:
     if waiting:
         others = ", ".join(f"{number}/{shard[1]}" for number in waiting)
         written = f"shard {shard[0]}/{shard[1]} is done; {document['out']} waits for {others}"
+    # Of a run that generated nothing, such as --take, there is no speed to tell.
+    speed = f" at {rate:,.0f} tokens/s" if (rate := document["tokens_per_s"]) else ""
     lines = [
         ("written", written),
-        ("tokens", f"{document['tokens']:,} at {document['tokens_per_s']:,.0f} tokens/s"),
+        ("tokens", f"{document['tokens']:,}{speed}"),
         ("looping", f"{plural(looping, 'answer')} dropped ({percent(document['looping_share'])})"),
         ("cut", f"{document['cut']:,} answers reached --max-new-tokens"),
         *([("resumed", f"{document['resumed']:,} answers were there already")] if document["resumed"] else []),

@@ -7,6 +7,7 @@ Versions are read from metadata; what an engine adds to that is in its own file,
 import fcntl
 import os
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -108,7 +109,8 @@ class Scratch:
     def __init__(self, root: Path | None = None) -> None:
         root = default_root() if root is None else root
         if not root.is_dir():
-            raise ConfigError(f"--scratch {root} is no folder", kind=Kind.SCRATCH_INVALID, hint=f"mkdir -p {root}")
+            hint = shlex.join(["mkdir", "-p", str(root)])
+            raise ConfigError(f"--scratch {root} is no folder", kind=Kind.SCRATCH_INVALID, hint=hint)
         remove_abandoned(root)
         unowned = Path(tempfile.mkdtemp(prefix="hiddenstore-new-", dir=root))
         # Held until this process ends, however it ends: the lock says that the folder is in use.

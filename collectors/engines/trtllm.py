@@ -13,6 +13,7 @@ Shapes: T tokens of a request, N tokens of the unit, R final rows, L aux layers,
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -360,7 +361,7 @@ class RunningRequests:
                 f"{answered} {', '.join(torn)} is no whole torch file yet: its writer died, or {folder.folder.parent} "
                 f"is full",
                 kind=Kind.ENGINE_FILE,
-                hint=f"df -h {folder.folder.parent}",
+                hint=shlex.join(["df", "-h", str(folder.folder.parent)]),
             )
         return CaptureError(
             f"{answered} no file with its tokens came to {folder.folder}: TensorRT-LLM writes after every "

@@ -10,6 +10,7 @@ it for unanswered, and the next line of its turn takes its place and that of wha
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import threading
 import time
@@ -49,7 +50,7 @@ def _settings_in(data: bytes, path: Path) -> dict[str, Any]:
     with suppress(ValueError):
         if isinstance(settings := foreign_json(data), dict):
             return settings
-    hint = f"rm {path} where nothing has changed since; else the answers beside it too"
+    hint = f"{shlex.join(['rm', str(path)])} where nothing has changed since; else the answers beside it too"
     raise damaged(path, "it holds no settings", hint)
 
 
@@ -83,7 +84,8 @@ class AnswersFolder:
     def claim(self, settings: Mapping[str, Any]) -> None:
         """Make the folder for these settings, or find that it was made for them. Raises ConflictError:
         ``answers-differ`` names what differs; StorageError: the disk refused."""
-        hint = f"the same settings go on with it; rm -r {self.path} starts anew; or name another file with -o"
+        anew = shlex.join(["rm", "-r", str(self.path)])
+        hint = f"the same settings go on with it; {anew} starts anew; or name another file with -o"
         problem = f"{self.path} holds answers of another run"
         fs, name = LocalFilesystem(self.path.parent), f"{self.path.name}/{SETTINGS}"
         claim_settings(fs, name, {**settings, "shards": self.shards}, problem, hint, self._may_grow)
@@ -205,7 +207,7 @@ class AnswerLog:
                 raise ConflictError(
                     f"{self.path} has answers for another conversation {rewrite.number + 1} than the input holds now",
                     kind=Kind.ANSWERS_DIFFER,
-                    hint=f"give the same INPUT again, or start anew: rm -r {self.path.parent}",
+                    hint=f"give the same INPUT again, or start anew: {shlex.join(['rm', '-r', str(self.path.parent)])}",
                 )
             replies.append(Reply.of(line))
         return replies
@@ -273,7 +275,7 @@ class AnswerLog:
                 lines.append(_Line(offset, _cut_at(record)))
             self._end = None
         except (ValueError, KeyError, TypeError) as error:
-            hint = f"rm {self.path} has these answers written again"
+            hint = f"{shlex.join(['rm', str(self.path)])} has these answers written again"
             raise damaged(self.path, f"at byte {offset} is no answer", hint) from error
 
 

@@ -4,6 +4,7 @@ They look like what it was tuned on, so that its answers to them are text it wil
 """
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -96,7 +97,8 @@ def _claim(path: Path, options: RegenerateOptions, folder: TargetFolder) -> None
         **{name: getattr(options, name) for name in names},
     }
     beside = path.with_suffix(".settings.json")
-    hint, fs = f"rm {path} {beside} has new ones asked; or name another file with -o", LocalFilesystem(path.parent)
+    anew = shlex.join(["rm", str(path), str(beside)])
+    hint, fs = f"{anew} has new ones asked; or name another file with -o", LocalFilesystem(path.parent)
     claim_settings(fs, beside.name, asked, f"{path} holds questions that were asked otherwise", hint)
 
 
@@ -110,7 +112,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
             _ = int(row["batch"]), str.casefold(row["messages"][-1]["content"])
             rows.append(row)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        hint = f"rm {path} has them asked again"
+        hint = f"{shlex.join(['rm', str(path)])} has them asked again"
         raise damaged(path, f"line {len(rows) + 1} is no question", hint) from error
     return rows
 

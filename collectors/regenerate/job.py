@@ -7,6 +7,7 @@ a kill, and the last of ``--shard i/n`` to finish writes ``OUT`` in the order of
 
 import io
 import json
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -188,7 +189,7 @@ class _Shard:
         if self.warned or report.answers > LOOKED_AT or report.cut <= MOST_CUT * LOOKED_AT:
             return
         self.warned = True
-        cost = f"them all answered anew: stop this run and rm -r {self.log.path.parent}"
+        cost = f"them all answered anew: stop this run and {shlex.join(['rm', '-r', str(self.log.path.parent)])}"
         if self.options.keeps_ended:
             cost = "those alone answered anew: stop this run (Ctrl-C) and give the same command with it"
         output().warn(
@@ -268,7 +269,8 @@ def _write(sources: list[Source], options: RegenerateOptions, folder: AnswersFol
         if not report.written:
             reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(report.dropped.items()))
             problem = f"none of {plural(report.read, 'conversation')} has an answer to learn from: {reasons}"
-            raise CaptureError(problem, kind=Kind.NOTHING_ANSWERED, hint=f"rm -r {folder.path} has them answered again")
+            hint = f"{shlex.join(['rm', '-r', str(folder.path)])} has them answered again"
+            raise CaptureError(problem, kind=Kind.NOTHING_ANSWERED, hint=hint)
     return report
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -120,7 +121,9 @@ def refuse_existing_data(out: Path) -> None:
 
 def _existing_data(out: str | Path, content: str) -> ConflictError:
     problem = f"{out} exists already and holds {content}; prepare never overwrites"
-    return ConflictError(problem, kind=Kind.OUTPUT_EXISTS, hint=f"choose another -o, or remove {out} first")
+    return ConflictError(
+        problem, kind=Kind.OUTPUT_EXISTS, hint=f"choose another -o, or first: {shlex.join(['rm', '-r', str(out)])}"
+    )
 
 
 class PartWriter:

@@ -6,6 +6,7 @@ input, cut into units as ``collect`` would and, where that keeps their codes, at
 from. Running the same copy again does only what is missing; a source that has grown adds to the copy.
 """
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -84,7 +85,7 @@ def check_sources(
             raise ConflictError(
                 f"{one.path} and {other.path} hold different captures (stored: first, asked: second)\n{listed}",
                 kind=Kind.STORE_MISMATCH,
-                hint=cast_hint(lines, f"hiddenstore diff {one.path} {other.path}"),
+                hint=cast_hint(lines, shlex.join(["hiddenstore", "diff", str(one.path), str(other.path)])),
             )
         targets = one.capture.target, other.capture.target
         warnings.append(unstated_warning(*targets, by_profile=share_profile(one, other)) or "")
@@ -418,7 +419,7 @@ def open_copy(
     if copy.verbatim < len(units):
         copy.notes = rounding_notes(sources, destination, recoding_equal=any(unit.is_gathered for unit in units))
     copy.notes += warnings
-    hint = f"`hiddenstore advise {sources[0].path}` shows what other recipes take"
+    hint = f"`{shlex.join(['hiddenstore', 'advise', str(sources[0].path)])}` shows what other recipes take"
     if lacking := shortage(destination, copy.bytes_to_write(), "copy", hint):
         copy.notes.append(lacking)
     return copy

@@ -5,6 +5,7 @@ that were chosen are cut.
 Shapes: T tokens of a unit, t of one sample, R final rows of the unit, r of one sample, D target width.
 """
 
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -326,7 +327,7 @@ def _copy_file(
             kind=Kind.FILE_CORRUPT,
             path=path,
             samples=tuple(sample.id for sample in record.samples),
-            hint=f"hiddenstore verify {source.path} --full",
+            hint=shlex.join(["hiddenstore", "verify", str(source.path), "--full"]),
         )
 
 

@@ -98,11 +98,11 @@ def _nothing_to_push(place: str) -> NotFoundError:
     kind = None if is_address(place) else kind_of(place)
     if is_address(place) or kind not in (None, "run"):
         return missing("store", place)
-    what, run = ("a training run", shlex.quote(place)) if kind == "run" else ("neither a store nor a drafter", "RUN")
+    what, named = ("a training run", shlex.quote(place)) if kind == "run" else ("neither a store nor a drafter", "RUN")
     return NotFoundError(
         f"{place} is {what}; stores and exported drafters are pushed",
         kind=Kind.PATH_MISSING,
-        hint=f"hiddenstore export {run} --engine vllm -o DRAFTER makes a drafter",
+        hint=f"hiddenstore export {named} --engine vllm -o DRAFTER makes a drafter",
     )
 
 

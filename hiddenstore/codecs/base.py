@@ -172,6 +172,9 @@ class FittedCodec(CodeLayout, Protocol):
     def fit_tokens(self, width: int) -> int:
         """Rows of states of a width that it wants to be fitted to."""
 
+    def fit_bytes(self, width: int) -> int:
+        """What the file of a codec takes for each layer of states of a width, about."""
+
     def layers_of(self, codec: Codec) -> int:
         """How many layers a codec of this kind was fitted to: it encodes as many and no other number."""
 

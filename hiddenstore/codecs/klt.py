@@ -279,6 +279,9 @@ class KltCodec(AffineCodec):
     def fit_tokens(self, width: int) -> int:
         return max(FIT_TOKENS, FIT_TOKENS_PER_CHANNEL * width)
 
+    def fit_bytes(self, width: int) -> int:
+        return self.columns(width) * width * torch.int16.itemsize + self.columns(width) // GROUP
+
     def layers_of(self, codec: Codec) -> int:
         assert isinstance(codec, KltCodec)
         return len(codec.transforms)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -196,11 +197,12 @@ class TokenBatches(IterableDataset[GlobalBatch]):
             ranks.setdefault(tuple(one.tolist()), []).append(str(rank))
         if len(ranks) > 1:
             each = "; ".join(f"{count:,} samples on ranks {', '.join(those)}" for (count, _), those in ranks.items())
+            where = shlex.quote(str(self.store.path))
             raise ConflictError(
                 f"the ranks do not cut the same batches from the {self.split} split of {self.store.path}: {each}; they "
                 "opened it at different moments, or with other settings",
                 kind=Kind.RANKS_DIFFER,
-                hint=f"hiddenstore snapshot {self.store.path} NAME, and have every rank open {self.store.path}@NAME",
+                hint=f"hiddenstore snapshot {where} NAME, and have every rank open {where}@NAME",
             )
 
     def __iter__(self) -> Iterator[GlobalBatch]:

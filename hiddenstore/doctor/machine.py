@@ -3,6 +3,7 @@ go to; others add to it by entry point ``hiddenstore.doctor``: functions that re
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import tempfile
@@ -25,6 +26,8 @@ _SYNCS = 8
 _LOW_DISK_BYTES = 10 * 10**9
 _SLOW_FSYNC_S = 0.05
 _NETWORK_FILESYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p"}
+# How the kernel writes a blank in the name of a mount point.
+_MOUNT_ESCAPE = re.compile(r"\\([0-7]{3})")
 _ONE_LINE_EACH = ("torch", "transformers", "zarr")
 
 
@@ -157,7 +160,8 @@ def _filesystem_type(folder: Path) -> str | None:
     with suppress(OSError, IndexError):
         resolved = str(folder.resolve())
         for line in Path("/proc/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
-            _, point, mounted, *_ = line.split()
+            _, escaped, mounted, *_ = line.split()
+            point = _MOUNT_ESCAPE.sub(lambda match: chr(int(match[1], 8)), escaped)
             inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
             if inside and len(point) >= len(best):
                 best, kind = point, mounted

@@ -10,6 +10,7 @@ speculators finds backends by import alone and reads their flags when its own co
 has to come first. ``hs_connectors`` comes with speculators.
 """
 
+import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -89,10 +90,11 @@ class StoreBackend(HiddenStatesBackend):
         """The transfer of parsed arguments, opened once here so that what is wrong is said before training."""
         rows = Path(data_path) / SAMPLES_FILE
         if not args.store or not rows.exists():
+            export = ["hiddenstore", "export-data", str(args.store or "STORE")]
             raise NotFoundError(
                 f"--store is {args.store!r} and {rows} {'exists' if rows.exists() else 'is missing'}",
                 kind=Kind.PATH_MISSING,
-                hint=f"hiddenstore export-data {args.store or 'STORE'} --to {STORE_LAYOUT.name} -o {data_path}",
+                hint=shlex.join([*export, "--to", STORE_LAYOUT.name, "-o", str(data_path)]),
             )
         if not args.target_layer_ids:
             raise ConfigError(

@@ -9,6 +9,7 @@ import io
 import os
 import re
 import secrets
+import shlex
 import tempfile
 import threading
 import time
@@ -185,7 +186,7 @@ class ObjectFilesystem:
 
     def local_path(self, path: str) -> Path:
         problem = f"{self.root}/{path} is not on a local disk, and stock readers open local files"
-        raise ConfigError(problem, kind=Kind.STORE_REMOTE, hint=f"hiddenstore copy {self.root} LOCAL")
+        raise ConfigError(problem, kind=Kind.STORE_REMOTE, hint=shlex.join(["hiddenstore", "copy", self.root, "LOCAL"]))
 
     @contextmanager
     def local_copy(self, path: str, without: str = "") -> Iterator[Path]:

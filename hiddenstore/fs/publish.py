@@ -157,14 +157,22 @@ def upload(folder: Path, fs: Filesystem, last: str) -> None:
 
 
 def tree_files(folder: Path) -> Iterator[Path]:
-    """Every file below a folder, but behind links to folders; none where it is absent. Raises StorageError: one of its
-    folders cannot be listed, which ``rglob`` would pass over."""
+    """Every file below a folder, none where it is absent. A link to a folder elsewhere is followed; one to a folder of
+    the tree, or to one that the tree lies in, names no more files. Raises StorageError: one of its folders cannot be
+    listed, which ``rglob`` would pass over."""
 
     def refuse(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):
             raise storage_error(error, str(error.filename)) from error
 
-    for root, _, names in os.walk(folder, onerror=refuse):
+    places = [folder.resolve()]
+    for root, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        for path in [Path(root) / name for name in sorted(folders) if (Path(root) / name).is_symlink()]:
+            place = path.resolve()
+            if any(place.is_relative_to(known) or known.is_relative_to(place) for known in places):
+                folders.remove(path.name)
+            else:
+                places.append(place)
         yield from (path for name in names if (path := Path(root) / name).is_file())
 
 

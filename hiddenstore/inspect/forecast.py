@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from hiddenstore.codecs import get_layout
-from hiddenstore.codecs.base import mean_row_bits
+from hiddenstore.codecs.base import RAW_ROWS, mean_row_bits
 from hiddenstore.console.text import count, size
 from hiddenstore.segments.base import Container, unit_tokens
 from hiddenstore.store import Store
@@ -52,6 +52,9 @@ def room_for(counts: Counts, capture: CaptureSpec, container: Container) -> Room
     layers, width = len(capture.stored_layers), capture.target.hidden_size
     row_bits = mean_row_bits(aux, width, counts.tokens, counts.supervised_tokens, counts.samples)
     bits = (counts.tokens - counts.shared_tokens) * layers * row_bits + counts.final_rows * final.row_bits(width)
+    if RAW_ROWS in aux.small:
+        # The first token of a sample is where a model lets attention rest, and its states stand far out of the others.
+        bits += counts.samples * layers * 16 * width
     segments = max(1, math.ceil(counts.tokens / unit_tokens(capture)))
     extra = container.overhead(capture, counts.samples, segments)
     values = int(bits / 8) + counts.tokens * _BYTES_OF_TOKEN + counts.final_rows * _BYTES_OF_ROW

@@ -22,7 +22,10 @@ from hiddenstore.segments.base import EncodedUnit
 from hiddenstore.segments.prefixes import Parts, with_one_prefix
 from schemas import FINAL, CaptureSpec, LayerStats, SampleEntry, field_name
 
-_STATS_ELEMENTS = 1 << 18
+_STATS_ELEMENTS = 1 << 19
+# More than what float32 loses of the norm of a row.
+_NORM_MARGIN = 1.001
+_FEW_ROWS = 16
 # Smaller samples cost more in calls than in being joined.
 _JOINED_ELEMENTS = 1 << 16
 
@@ -92,12 +95,24 @@ class RowStats:
 
     def add(self, pieces: Sequence[Tensor], values: Tensor) -> None:
         """Rows bfloat16 [t, D] of pieces that lie end to end, and the same as one float32 [m, D]."""
-        norms, peak = torch.linalg.vector_norm(values, dim=1), max(map(_peak, pieces))
-        if not bool(torch.isfinite(norms).all()):
+        norms = torch.linalg.vector_norm(values, dim=1).cpu()
+        lengths = norms.numpy()
+        # A few hundred numbers: by calls of torch they would take as long as all the rest.
+        if not np.isfinite(lengths).all():
             norms, peak = _of_finite_rows(torch.cat(list(pieces)), norms)
-        self._norms.append(norms.cpu().numpy().astype(np.float64) / values.shape[1] ** 0.5)
+        else:
+            peak = self._peak_of(values, lengths)
+        self._norms.append(norms.numpy().astype(np.float64) / values.shape[1] ** 0.5)
         self._rows += len(values)
         self.peak = max(self.peak, peak)
+
+    def _peak_of(self, values: Tensor, norms: np.ndarray) -> float:
+        """The largest |value| of float32 rows of these norms, or that of the rows before, which is larger: no value is
+        larger than its row is long, and behind a first token, which most models make huge, few rows are that long."""
+        suspects = np.flatnonzero(norms * _NORM_MARGIN > self.peak)
+        if not len(suspects):
+            return self.peak
+        return _peak(values if len(suspects) > len(norms) // _FEW_ROWS else values[suspects])
 
     def measure(self, states: Tensor) -> None:
         """Rows bfloat16 [T, D] of which nobody needs the float32 values."""
@@ -132,16 +147,12 @@ def _of_finite_rows(states: Tensor, norms: Tensor) -> tuple[Tensor, float]:
     return norms[finite], _peak(states if bool(finite.all()) else states[finite])
 
 
-def _peak(block: Tensor) -> float:
-    """Largest |value| of bfloat16 [n, D], on a CPU by its bits: those of negative numbers are the largest uint16."""
-    if not block.numel():
+def _peak(rows: Tensor) -> float:
+    """Largest |value| of [n, D]."""
+    if not rows.numel():
         return 0.0
-    if block.device.type != "cpu":
-        return float(torch.maximum(block.amax(), block.amin().neg_()))
-    values = block.view(torch.int16).numpy()
-    unsigned = int(values.view(np.uint16).max())
-    bits = max(int(values.max()), unsigned & 0x7FFF if unsigned >> 15 else 0)
-    return float(np.array(bits << 16, dtype=np.uint32).view(np.float32))
+    low, high = rows.aminmax()
+    return max(float(high), -float(low))
 
 
 def layer_stats(blocks: Sequence[Tensor]) -> LayerStats:

@@ -3,6 +3,7 @@
 No word of a sample stands in it unless asked for, no path of this machine, and nothing that was not measured.
 """
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,11 @@ def store_card(store: "Store", address: str, measured: str, samples: int) -> str
         ("size", f"{size(facts['bytes_on_disk'])}; as bf16 at every token {size(facts['bytes_raw'])}"),
         ("captured by", f"{engine['name']} {engine['version']}".strip()),
     ]
-    use = [f"hiddenstore pull {address} store", "hiddenstore verify store --full", "hiddenstore train store -o run"]
+    use = [
+        shlex.join(["hiddenstore", "pull", address, "store"]),
+        "hiddenstore verify store --full",
+        "hiddenstore train store -o run",
+    ]
     what = "A store of hidden states to train drafters for speculative decoding from, without the target in memory."
     parts = [_IDS, measured, *_texts(store, samples)]
     return _card(front, f"Hidden states of {target.name}", what, rows, use, parts)
@@ -77,7 +82,7 @@ def drafter_card(folder: Path, files: Sequence[Path], address: str, measured: st
     front: dict[str, Any] = {"tags": ["hiddenstore", "speculative-decoding", drafter]}
     front |= {"base_model": name} if name.count("/") == 1 else {}
     use = [
-        f"hiddenstore pull {address} drafter",
+        shlex.join(["hiddenstore", "pull", address, "drafter"]),
         f"hiddenstore serve drafter --target TARGET --engine {about['engine']}",
     ]
     what = f"A {drafter} drafter for speculative decoding of {name}, trained with hiddenstore."

@@ -184,11 +184,12 @@ def _push(
     known = remote.digests(files)
     if changed := [f.path for f in files if not f.replaces and known.get(f.path) not in (None, "", f.sha256)]:
         more = f", and {len(changed) - 1:,} more files that differ" if len(changed) > 1 else ""
+        pull = shlex.join(["hiddenstore", "pull", remote.address, "PUSHED"])
         raise ConflictError(
             f"{remote.address} holds another {changed[0]}{more}",
             kind=Kind.OUTPUT_EXISTS,
-            hint=f"another name; or, where it holds what was pushed of this store before, hiddenstore pull "
-            f"{remote.address} PUSHED and push again with --staging PUSHED",
+            hint=f"another name; or, where it holds what was pushed of this store before, {pull} and push again with "
+            "--staging PUSHED",
         )
     if units := lost_units(_pushed_before(remote), digests):
         raise ConflictError(

@@ -160,6 +160,17 @@ def test_folders_that_were_made_above_a_folder_are_durable_from_the_top(
     assert synced == []
 
 
+def test_a_link_to_a_folder_elsewhere_is_followed_and_no_file_named_twice(tmp_path: Path) -> None:
+    folder, disk = tmp_path / "data", tmp_path / "disk"
+    for name in (folder / "run-1" / "x", disk / "more" / "y"):
+        name.parent.mkdir(parents=True)
+        name.write_bytes(b"")
+    for name, to in {"latest": folder / "run-1", "part-2": disk, "part-3": disk / "more", "above": tmp_path}.items():
+        (folder / name).symlink_to(to)
+    (disk / "back").symlink_to(folder)
+    assert sorted(tree_files(folder)) == [folder / "part-2/more/y", folder / "run-1/x"]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody who may not list a folder")
 def test_a_folder_that_may_not_be_listed_is_an_error_and_not_empty() -> None:
     # Its parents are open to all, which those of ``tmp_path`` are not.

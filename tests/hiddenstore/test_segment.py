@@ -214,6 +214,17 @@ def test_statistics_are_finite_and_count_raw_rows(tmp_path: Path) -> None:
     assert np.isfinite([stats["layer_3"].rms_max, stats["layer_3"].abs_max]).all()
 
 
+@pytest.mark.parametrize("where", [slice(0, 1), slice(-1, None), slice(None, None, 700), slice(None), slice(0, 0)])
+def test_the_peak_is_the_largest_value_wherever_the_long_rows_are(where: slice) -> None:
+    # Two blocks of rows, in which the longest come first, last, now and then, or are all alike.
+    states = torch.randn(30_000, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    states[where] *= -1500.0
+    stats = RowStats()
+    stats.measure(states)
+    assert stats.peak == float(states.float().abs().max())
+    assert stats.norms == pytest.approx(states.double().square().mean(dim=1).sqrt().numpy(), rel=1e-6)
+
+
 def test_row_norms_of_huge_and_broken_rows_stay_finite() -> None:
     states = torch.tensor([[3e38, 3e38], [float("nan"), 1.0], [1.0, 1.0], [0.0, 0.0]]).bfloat16()
     stats = RowStats()

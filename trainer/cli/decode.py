@@ -1,6 +1,7 @@
 """``hiddenstore decode``: real speculative decoding beside the plain greedy baseline."""
 
 import json
+import shlex
 from collections.abc import Iterable
 from functools import partial
 from itertools import islice, tee
@@ -274,7 +275,7 @@ def _require_possible(answers: str | None, temperature: float, draft_sample_meth
         raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint="--temperature 0.8")
     if answers is not None and not (folder := Path(answers).parent).is_dir():
         problem = f"--answers {answers}: there is no folder {folder}"
-        raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint=f"mkdir -p {folder}")
+        raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint=shlex.join(["mkdir", "-p", str(folder)]))
 
 
 def _write_answers(path: str | None, result: "DecodeResult", source: "Iterable[Prompt]", live: "LiveTarget") -> None:

@@ -1,6 +1,7 @@
 """``hiddenstore eval``: simulated acceptance over recorded text, or what a running server gets accepted."""
 
 import re
+import shlex
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,10 +85,10 @@ def judge(document: dict[str, Any], info: "RunInfo") -> None:
     # Drafts that were drawn are accepted by another rule than the floor's.
     if floor is not None and length <= floor and not document.get("temperature"):
         steps = max(2 * document["step"], 100)
+        again = ["hiddenstore", "train", info.spec.store, "-o", str(info.run), "--resume", f"train.max_steps={steps}"]
         output().warn(
             f"the drafter's {length:.3f} does not beat the n-gram floor of {floor:.3f}: so far a lookup table does as "
-            "well as what it read in the hidden states; more steps usually help: hiddenstore train "
-            f"{info.spec.store} -o {info.run} --resume train.max_steps={steps}"
+            f"well as what it read in the hidden states; more steps usually help: {shlex.join(again)}"
         )
 
 
@@ -285,6 +286,9 @@ def _simulate(
         load_drafter(run, device, head=head, final_norm=final_norm, untrained=fresh)
         for fresh in ([False, True] if untrained else [False])
     ]
+    live = None
+    if target is not None:
+        live = load_live_target(target, info.spec.drafter.aux_layers, info.spec.target, device, None, same_target)
     total = sum(entry.tokens for _, entry in text.entries if entry.split == split)
     with Progress("eval", total=total, unit="tokens") as progress:
         results = simulate.evaluate(drafters, text, split, shapes, device=device, on_pack=progress.advance)
@@ -296,12 +300,11 @@ def _simulate(
     document |= {"samples": len(results[0].texts), "tokens": results[0].tally.tokens, "sweep": sweep}
     document |= {**floor_members(floor), "ngram_per_order": list(floor.per_order)}
     document["untrained_accepted_length"] = results[1].tally.accepted_length if untrained else None
-    if target is not None:
-        live = load_live_target(target, info.spec.drafter.aux_layers, info.spec.target, device, None, same_target)
+    if live is not None:
         document |= _with_costs(document["sweep"], drafters[0], live, results[0].texts[0][0].tolist())
         document |= {"dtype": live.identity.dtype, "export_dtype": info.spec.target.dtype}
     output().data(document, human=lambda: _show_simulated(document))
-    if target is not None:
+    if live is not None:
         _keep_what_pays(document, info.run)
     judge(document, info)
     output().hint("hiddenstore", "decode", run, *target_words(text.capture.target), "--prompts", store)
@@ -318,7 +321,9 @@ def _require_its_target(
     trained_for = info.spec.target
     problem = f"{text.path} was captured from {text.capture.target.name}, the drafter was trained on {trained_for.name}"
     differences = target_differences(trained_for, text, trained_on, same_target)
-    refuse_target(differences, problem, cast_hint(differences, f"hiddenstore eval {run} {info.spec.store}"))
+    refuse_target(
+        differences, problem, cast_hint(differences, shlex.join(["hiddenstore", "eval", str(run), info.spec.store]))
+    )
     if warning := unstated_warning(trained_for, text.capture.target, share_profile(trained_on, text)):
         output().warn(warning)
 

@@ -1,5 +1,6 @@
 """``hiddenstore eval`` with ``--engine``, ``--serve`` or ``--method``: what servers get accepted, and how fast."""
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -66,7 +67,7 @@ class ServerOptions:
             raise ConfigError(problem, kind=Kind.USAGE, hint="--prompts FILE")
         if self.markdown and not (folder := Path(self.markdown).parent).is_dir():
             problem = f"--markdown {self.markdown}: there is no folder {folder}"
-            raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint=f"mkdir -p {folder}")
+            raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint=shlex.join(["mkdir", "-p", str(folder)]))
         if self.starts_servers:
             if self.servers or self.baseline_server or self.target is None:
                 raise click.UsageError("--serve and --method start both servers: give --target T, and no server")

@@ -6,6 +6,7 @@ Shapes: V target vocabulary, U draft vocabulary.
 """
 
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -326,14 +327,15 @@ def begin_at_target(target: str | Path, run: str | Path, store_location: str | P
     unless it lies there already. Raises ConflictError: ``run`` has begun, or its start is another's; FormatError
     ``target-mismatch``: not the target of the store; ConfigError: it has no such part; as ``import_drafter``."""
     path = require_local(run, "RUN")
+    train = ["hiddenstore", "train", str(store_location), "-o", str(path)]
     if not drafter_kind(kind).begins_as_the_target_s:
         able = [name for name in DRAFTERS if drafter_kind(name).begins_as_the_target_s]
         raise ConfigError(
             f"--target is where a drafter starts that is a part of it ({', '.join(able)}), and {kind} is none",
             kind=Kind.OPTION_INVALID,
-            hint=f"hiddenstore train {store_location} -o {path} --drafter {kind}",
+            hint=shlex.join([*train, "--drafter", kind]),
         )
-    refuse_existing(path, f"hiddenstore train {store_location} -o {path} --resume")
+    refuse_existing(path, shlex.join([*train, "--resume"]))
     start = path / START
     source = str(_folder(target, drafter_export(kind)).resolve())
     if (start / RUN_JSON).exists() and not checkpoint.checkpoints(start):

@@ -5,6 +5,7 @@ Source: llama.cpp b11434 (``src/models/eagle3.cpp``, ``dflash.cpp``, ``qwen35.cp
 """
 
 import json
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -419,7 +420,7 @@ def _add_target(writer: Any, target: "GGUFReader", path: Path, architecture: str
         raise ConfigError(
             f"{path} has no {' and no '.join(lacking)}, which an MTP layer's file holds: is it one file of several?",
             kind=Kind.OPTION_INVALID,
-            hint=f"llama-gguf-split --merge {path} whole.gguf",
+            hint=f"llama-gguf-split --merge {shlex.quote(str(path))} whole.gguf",
         )
     for name, entry in tables.items():
         writer.add_tensor(name, entry.data, raw_dtype=entry.tensor_type)

@@ -4,6 +4,7 @@
 """
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -223,10 +224,10 @@ def _other_numbering(drafter: ServedDrafter, engine: ServingEngine, target: str)
     other: LayerConvention = "output" if convention == "vllm" else "vllm"
     if list(ids) != to_convention(usual, other) or to_convention(usual, convention) == to_convention(usual, other):
         return None
+    again = shlex.join(["hiddenstore", "import-drafter", str(drafter.path), "-o", "RUN", "--store", "STORE"])
     return (
         f"layers {list(ids)} are the usual ones in another engine's numbering; {engine.title} would read each a layer "
-        f"off: hiddenstore import-drafter {drafter.path} -o RUN --store STORE, then hiddenstore export RUN --engine "
-        f"{engine.name} -o DIR"
+        f"off: {again}, then hiddenstore export RUN --engine {engine.name} -o DIR"
     )
 
 

@@ -76,13 +76,17 @@ class TrainOptions:
     cache_bytes: int = CACHE_BYTES
     mirror: str | None = None
 
+    def command(self, *words: str, run: Path | str | None = None) -> str:
+        """``hiddenstore train`` of this store into ``run``, its own where none is given, as a shell takes it."""
+        return shlex.join(["hiddenstore", "train", str(self.store), "-o", str(run or self.run), *words])
+
     @property
     def resume_command(self) -> str:
-        words = ["hiddenstore", "train", str(self.store), "-o", str(self.run), "--resume"]
+        words = ["--resume"]
         words += [] if self.mirror is None else ["--mirror", self.mirror]
         words += [] if self.cache is None else ["--cache", str(self.cache)]
         words += [] if self.cache_bytes == CACHE_BYTES else ["--cache-bytes", str(self.cache_bytes)]
-        return shlex.join(words)
+        return self.command(*words)
 
     def open_mirror(self) -> Mirror | None:
         """Where the checkpoints are copied to, None for nowhere."""
@@ -275,7 +279,7 @@ def open_new(options: TrainOptions) -> tuple[Store, TrainConfig]:
         raise ConfigError(
             f"{kind.name} trains the target's own layer on, and nothing names the checkpoint that holds it",
             kind=Kind.START_MISSING,
-            hint=f"hiddenstore train {store.path} -o {options.run} --drafter {kind.name} --target TARGET",
+            hint=options.command("--drafter", kind.name, "--target", "TARGET"),
         )
     require_files(store)
     require_trackers(config.train)
@@ -364,13 +368,13 @@ def read_facts(run: Path) -> RunFacts:
 
 def reopen(options: TrainOptions) -> tuple[Store, TrainConfig]:
     """The store at the run's snapshot and its settings; ``train.*`` alone may change."""
-    path = options.run
+    path, anew = options.run, f"{options.run}-2"
     if not (path / RUN_JSON).is_file():
         problem = f"{path} is no run to resume: {RUN_JSON} is missing"
         raise NotFoundError(
             problem,
             kind=Kind.RUN_MISSING,
-            hint=shlex.join(["hiddenstore", "train", str(options.store), "-o", str(path)]),
+            hint=options.command(),
         )
     refused = [word for word in options.words if not word.startswith("train.") or word.startswith("train.init_from")]
     if options.file is not None or refused:
@@ -379,14 +383,14 @@ def reopen(options: TrainOptions) -> tuple[Store, TrainConfig]:
             f"{changes}: a resumed run keeps its settings ({path / CONFIG}) and where it started from; only train.* "
             "may change",
             kind=Kind.RESUME_SETTINGS,
-            hint=f"other settings are another run: hiddenstore train {options.store} -o {path}-2 …",
+            hint=f"other settings are another run: {options.command(run=anew)} …",
         )
     name = drafter_name(path)
     if options.drafter not in (None, name):
         raise ConfigError(
             f"{path} trains {name}, not {options.drafter}",
             kind=Kind.RESUME_SETTINGS,
-            hint=f"hiddenstore train {options.store} -o {path}-2 --drafter {options.drafter}",
+            hint=options.command("--drafter", str(options.drafter), run=anew),
         )
     store = _same_store(options)
     config = settings.load(config_class(name), path / CONFIG, options.words)
@@ -428,7 +432,7 @@ def _same_store(options: TrainOptions) -> Store:
     facts = read_facts(options.run)
     store = options.open_store(options.snapshot)
     problem = f"{store.path} is not the store {options.run} was trained on ({facts.store})"
-    hint = f"hiddenstore train {facts.store} -o {options.run} --resume"
+    hint = shlex.join(["hiddenstore", "train", facts.store, "-o", str(options.run), "--resume"])
     differences = [f"target.{line}" for line in identity_differences(facts.capture.target, store.capture.target)]
     for name in ("aux_layers", "final", "final_norm", "state_dtype", "codecs"):
         expected, actual = getattr(facts.capture, name), getattr(store.capture, name)

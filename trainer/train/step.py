@@ -4,6 +4,7 @@ Shapes: K depths (TTT steps, block slots or heads).
 """
 
 import math
+import shlex
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -205,12 +206,16 @@ def inputs_of(state: TrainState, packs: Sequence[PackedBatch]) -> list[LossInput
     return [state.objective.prepare(pack) for pack in packs]
 
 
+def _verify(state: TrainState) -> str:
+    return shlex.join(["hiddenstore", "verify", str(state.store.path), "--meaning"])
+
+
 def _not_finite(state: TrainState, batch: GlobalBatch, what: str) -> CaptureError:
     return CaptureError(
         f"step {state.step + 1}: {what} over samples {some_of(batch.all_sample_ids)}; the weights are those of step "
         f"{state.step}",
         kind=Kind.LOSS_NOT_FINITE,
-        hint=f"hiddenstore verify {state.store.path} --meaning",
+        hint=_verify(state),
     )
 
 
@@ -220,8 +225,7 @@ def _stays_high(state: TrainState, batch: GlobalBatch, value: float) -> CaptureE
         f"step {state.step + 1}: loss {value:.3f} is the last of {MOST_IN_A_ROW + 1} in a row above {factor:g} times "
         f"the median of {median:.3f}; samples {some_of(batch.all_sample_ids)}; none of them changed the weights",
         kind=Kind.LOSS_STAYS_HIGH,
-        hint=f"hiddenstore verify {state.store.path} --meaning, or "
-        f"{state.options.resume_command} train.spike_factor=none",
+        hint=f"{_verify(state)}, or {state.options.resume_command} train.spike_factor=none",
     )
 
 

@@ -4,6 +4,7 @@ Shapes: T tokens of a sample.
 """
 
 import hashlib
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,9 @@ def exported_turns(folder: Path) -> dict[str, tuple[np.ndarray, str]]:
                 turns[row["sample_id"]] = np.array(spans, np.int32).reshape(-1, 3), row["split"]
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
         require_read(error, path)
-        hint = f"export the store again; without that file (rm {path}) turns and split are guessed"
+        hint = (
+            f"export the store again; without that file ({shlex.join(['rm', str(path)])}) turns and split are guessed"
+        )
         raise unreadable(f"{path} cannot be read: {first_line(error)}", hint) from error
     return turns
 
