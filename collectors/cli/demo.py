@@ -233,6 +233,8 @@ def _show(document: dict[str, Any]) -> None:
                 f"{_answers(served['differences'])} otherwise",
             ),
         ]
+        if served["speedup"] < 1:
+            pairs.append(("", "slower: on this machine drafts cost more than the tokens they save"))
     pairs += [*document["paths"].items()]
     was_there = f"; {before} of {document['stages']} stages were there" if before else ""
     out.print()
