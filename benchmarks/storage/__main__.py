@@ -5,7 +5,8 @@ Run it through ``make bench-storage``, whose environment has the peers. Needs ab
 per byte of ``--gb``; less cache makes reads from disk part of the figures. Twenty minutes on two idle cores.
 ``--states``: those of a store of three aux layers and every final row (``collect --recipe raw --final all``) instead of
 synthetic ones; the result is named after its folder. Against another checkout, each reading row is timed in both in
-turn over the same files, without peers; with ``--groups write copy codecs`` the rows of those. ``--checks`` measures
+turn over the same files, without peers; with ``--groups write copy codecs`` the rows of those, of which each keeps a
+process in either with about ``--gb`` of memory. ``--checks`` measures
 only what checksums and digests cost. Any environment does for those, and for these groups and ``cold`` alone.
 """
 
