@@ -29,8 +29,8 @@ WIDEST_BLOCK = 4
 """Budgets a block may take before the vocabulary is cut into spans, whose logits are then made twice."""
 
 Weigh = Callable[[Tensor, Tensor], Tensor]
-"""Weights fp32 [n, D], without gradient, from cross-entropies of labels fp32 [n, D], whatever else teaches, and which of
-them are taught, bool [n, D]."""
+"""Weights fp32 [n, D], without gradient, from cross-entropies of labels fp32 [n, D], whatever else teaches, and which
+are taught, bool [n, D]."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,8 +28,8 @@ from trainer.train.state import TrainState, multiplies_bf16, token_batches
 VALIDATION_DRAFT_LEN = 3
 """The default of `hiddenstore eval`, so that the two numbers can be compared."""
 VALIDATION_KEY = (0, -1)
-"""What every validation of every run draws its slots by: drawn anew, the loss of the same weights changes by 1 to 2 % on
-a dozen samples, and with it which checkpoint is the best."""
+"""What every validation of every run draws its slots by: drawn anew, the loss of the same weights changes by 1 to 2 %
+on a dozen samples, and with it which checkpoint is the best."""
 
 
 def steps(state: TrainState) -> Generator[tuple[GlobalBatch, StepMetrics], None, None]:
