@@ -96,7 +96,6 @@ def test_a_kill_while_settings_are_replaced_leaves_a_mirror_that_a_run_is_made_f
         shutil.copytree(mirror, place)
         (run / "config.yaml").write_bytes(new)
         copied = mirror_of(run, place)
-
         with monkeypatch.context() as patch, suppress(Killed):
             for name in ("put_if_absent", "remove_tree"):
                 patch.setattr(copied._fs, name, partial(mortal, getattr(copied._fs, name), left))
