@@ -3,8 +3,8 @@
 Every slot of the block proposes: slot k stands at the newest token's position + k and proposes the token after it. To
 its logits a Markov head adds W2 W1[x], x the token at the slot's own position: the newest one, and then the one just
 proposed. So proposals are chosen one after another, from the states of one forward. A confidence head reads [state;
-W1[x]] and is taught how much of the target's distribution the drafter's overlaps. Sources: docs/design/016; DeepSeek's
-released DSpark; speculators 0.9 ``models/dspark``; llama.cpp ``dflash.cpp``.
+W1[x]] and is taught how much of the target's distribution over the draft vocabulary the drafter's overlaps. Sources:
+docs/design/016; DeepSeek's released DSpark; speculators 0.9 ``models/dspark``; llama.cpp ``dflash.cpp``.
 
 Shapes: D target width (and the drafter's), V target vocabulary, U draft vocabulary, M Markov rank, N blocks, B slots of
 a block, n rows.
@@ -44,7 +44,8 @@ class DSparkLoss(BlockLoss):
     cross_entropy: float = Field(0.1, ge=0)
     """Weight of the cross-entropy."""
     overlap: float = Field(0.9, ge=0)
-    """Weight of one less the overlap of both distributions, which is the chance of a rejection."""
+    """Weight of one less the overlap of both distributions over the draft vocabulary, each summing to one there
+    (speculators): the chance of a rejection where that is the target's vocabulary, and below it elsewhere."""
     confidence: float = Field(1.0, ge=0)
     """Weight of the confidence head's cross-entropy with the overlap."""
 
