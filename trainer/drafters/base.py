@@ -39,9 +39,9 @@ class Needs:
 
 class Drafter(nn.Module):
     """A drafter's weights. ``state_dict`` is what a checkpoint stores; tables of the target are not in it. ``rng_key``:
-    seed and number of the step in progress. Whatever a step draws at random is a function of these and the sample ids,
-    hence the same after a resume and under any number of ranks. ``recompute``: layers are made again in the backward
-    (`trainer.drafters.blocks.recomputed`)."""
+    seed and number of the step in progress, in every validation the same pair. Whatever is drawn at random is a
+    function of these and the sample ids, hence the same after a resume and under any number of ranks. ``recompute``:
+    layers are made again in the backward (`trainer.drafters.blocks.recomputed`)."""
 
     config: DrafterConfig
     rng_key: tuple[int, int] = (0, 0)
