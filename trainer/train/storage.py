@@ -120,4 +120,5 @@ def _replace(fs: Filesystem, name: str, data: bytes) -> None:
 
 
 def _read(fs: Filesystem, name: str) -> bytes:
-    return fs.read(name if fs.size(name) is not None else f"{name}{_NEXT}")
+    coming = f"{name}{_NEXT}"
+    return fs.read(coming if fs.size(name) is None and fs.size(coming) is not None else name)
