@@ -3,8 +3,8 @@
 Every slot of the block proposes: slot k stands at the newest token's position + k and proposes the token after it. To
 its logits a Markov head adds W2 W1[x], x the token at the slot's own position: the newest one, and then the one just
 proposed. So proposals are chosen one after another, from the states of one forward. A confidence head reads [state;
-W1[x]] and is taught how much of the target's distribution over the draft vocabulary the drafter's overlaps. Sources:
-docs/design/016; DeepSeek's released DSpark; speculators 0.9 ``models/dspark``; llama.cpp ``dflash.cpp``.
+W1[x]] and is taught how much of the target's distribution the drafter's overlaps. Sources: docs/design/016; DeepSeek's
+released DSpark; speculators 0.9 ``models/dspark``; llama.cpp ``dflash.cpp``.
 
 Shapes: D target width (and the drafter's), V target vocabulary, U draft vocabulary, M Markov rank, N blocks, B slots of
 a block, n rows.
@@ -44,8 +44,10 @@ class DSparkLoss(BlockLoss):
     cross_entropy: float = Field(0.1, ge=0)
     """Weight of the cross-entropy."""
     overlap: float = Field(0.9, ge=0)
-    """Weight of one less the overlap of both distributions over the draft vocabulary, each summing to one there
-    (speculators): the chance of a rejection where that is the target's vocabulary, and below it elsewhere."""
+    """Weight of one less the overlap of both distributions, which is the chance of a rejection."""
+    overlap_mass: Literal["whole", "draft"] = "draft"
+    """The overlap takes the target's probabilities as they are (``whole``) or scaled up to one over the draft
+    vocabulary (``draft``: speculators), where it says fewer rejections than there are."""
     confidence: float = Field(1.0, ge=0)
     """Weight of the confidence head's cross-entropy with the overlap."""
 
@@ -61,7 +63,7 @@ class DSparkLoss(BlockLoss):
 
     def as_rejection(self) -> Self:
         """The overlap alone, of a block behind every token."""
-        alone = {"cross_entropy": 0.0, "overlap": 1.0, "distil": 0.0, "confidence": 0.0}
+        alone = {"cross_entropy": 0.0, "overlap": 1.0, "overlap_mass": "whole", "distil": 0.0, "confidence": 0.0}
         return self.model_copy(update={**alone, "num_anchors": EVERY_ANCHOR})
 
 
@@ -152,6 +154,10 @@ class DSparkObjective(BlockObjective):
     model: DSpark
     loss: DSparkLoss
     compares = True
+
+    @property
+    def takes_mass(self) -> bool:
+        return self.loss.overlap_mass == "whole"
 
     def losses(self, inputs: BlockInputs, denominators: Tensor) -> StepLosses:
         """What this pack adds to the loss of the global batch. Sums are those of the tokens alone."""

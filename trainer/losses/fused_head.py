@@ -88,10 +88,11 @@ class Supervision:
         share: float = 0.0,
         *,
         complete: bool = False,
+        mass: Tensor | None = None,
     ) -> Self:
         """Labels int64 [N, D] of states [N*D], -1 where nothing is taught, which then costs nothing. ``share`` of q is
-        ``distribution(which states, int64 [n]) -> fp32 [n, U]``. ``complete``: the D states of a row of labels stay
-        together if any of them is taught, as `Weigh` asks."""
+        ``distribution(which states, int64 [n]) -> fp32 [n, U]``; ``mass`` fp32 [N*D] is of states. ``complete``: the D
+        states of a row of labels stay together if any of them is taught, as `Weigh` asks."""
         taught, depths = labels >= 0, labels.shape[1]
         if complete:
             taught = taught.any(1, keepdim=True).expand_as(labels)
@@ -102,6 +103,7 @@ class Supervision:
             labels=row_labels,
             distribution=None if distribution is None else lambda begin, end: distribution(states[begin:end]),
             share=share,
+            mass=None if mass is None else mass[states],
             depth=states % depths,
         )
 
