@@ -35,18 +35,23 @@ def usable_cores(quota: Path = _QUOTA) -> int:
         return cores
 
 
+def local_ranks() -> int:
+    """Ranks that torchrun started on this machine, which share its cores and its memory; 1 elsewhere."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
 def use_all_cores() -> int:
     """Give torch the cores this process may use, shared with the other ranks of this machine; the number of threads.
     torch already keeps to the affinity mask; a container's CPU quota it does not see. OMP_NUM_THREADS, where set, wins,
     but for the 1 that torchrun sets for each of several ranks where nobody set it."""
     import torch
 
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    ranks = local_ranks()
     stated = os.environ.get("OMP_NUM_THREADS")
-    is_torchruns = stated == "1" and local_ranks > 1 and "TORCHELASTIC_RUN_ID" in os.environ
+    is_torchruns = stated == "1" and ranks > 1 and "TORCHELASTIC_RUN_ID" in os.environ
     if is_torchruns or not stated:
         cores = usable_cores() if is_torchruns else min(torch.get_num_threads(), usable_cores())
-        torch.set_num_threads(max(1, cores // local_ranks))
+        torch.set_num_threads(max(1, cores // ranks))
     return torch.get_num_threads()
 
 

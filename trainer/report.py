@@ -119,7 +119,9 @@ def _line(name: str, rows: Sequence[dict[str, Any]], value: Callable[[Any], floa
 
 
 def _mean_loss(step: dict[str, Any]) -> float:
-    return float(sum(step["losses"]) / len(step["losses"]))
+    # A depth that teaches nothing in a step has none, which is written as 0.
+    losses = [loss for loss in step["losses"] if loss]
+    return float(sum(losses) / max(1, len(losses)))
 
 
 def by_depth(rows: Sequence[Mapping[str, Any]], key: str, name: str, dots: bool = False) -> list[Series]:

@@ -24,6 +24,7 @@ from hiddenstore.process import free_bytes
 from hiddenstore.store import Store
 from hiddenstore.targets.load import pick_device
 from hiddenstore.targets.matmul import bf16_pays
+from hiddenstore.threads import local_ranks
 from trainer.attention.rope import inherited_scaling
 from trainer.config import DrafterConfig, LoopConfig, TrainConfig
 from trainer.drafters import drafter_kind
@@ -148,11 +149,11 @@ def _warn_of_longest(config: TrainConfig, longest: int) -> None:
 
 
 def _free_bytes(device: str) -> int:
-    """Free memory of the device that a run takes, 0 where it is not known."""
+    """Free memory of the device for a rank of a run, 0 where it is not known. Ranks of one machine share its own."""
     import torch
 
     chosen = torch.device(pick_device(device))
-    return int(torch.cuda.mem_get_info(chosen)[0]) if chosen.type == "cuda" else free_bytes()
+    return int(torch.cuda.mem_get_info(chosen)[0]) if chosen.type == "cuda" else free_bytes() // local_ranks()
 
 
 def with_precision(config: TrainConfig, *, measure: bool = True) -> TrainConfig:

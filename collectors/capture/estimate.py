@@ -201,7 +201,7 @@ def _estimate(
         room.files,
         bytes_target=_value_bytes(config) * (head + blocks) + fitted,
         bytes_calibration=min(slice_bytes, raw_bytes(info, capture)),
-        rebuild_flops=2 * blocks,
+        rebuild_flops=2 * block_parameters(config, capture.blocks, a_token=True),
     )
 
 

@@ -87,14 +87,24 @@ def block_files(folder: TargetFolder, layers: Sequence[int], dtype: str) -> dict
     return {BLOCKS_FILE: bytes(save_tensors(tensors))} if tensors else {}
 
 
-def block_parameters(config: Any, layers: Sequence[int]) -> int:
-    """Parameters of decoder blocks, from the text config alone; ConfigError ``blocks-unsupported``."""
+def block_parameters(config: Any, layers: Sequence[int], *, a_token: bool = False) -> int:
+    """Parameters of decoder blocks, from the text config alone, or those that are multiplied for ``a_token``, which
+    takes a few of the experts it is routed to; ConfigError ``blocks-unsupported``."""
     if not layers:
         return 0
     require_plain_blocks(config)
     blocks = _empty(config)[1]
     _require_only_weights(config, blocks, layers)
-    return sum(tensor.numel() for layer in layers for tensor in blocks[layer].state_dict().values())
+    sizes = [(name, x.numel()) for layer in layers for name, x in blocks[layer].state_dict().items()]
+    routed = sum(size for name, size in sizes if "experts" in name.split("."))
+    return sum(size for _, size in sizes) - (round(routed * (1 - _expert_share(config))) if a_token else 0)
+
+
+def _expert_share(config: Any) -> float:
+    """Of the experts of a block, those that a token is routed to; 1 where the config says neither number."""
+    numbers = [getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
+    chosen, experts = getattr(config, "num_experts_per_tok", None), next(filter(None, numbers), None)
+    return min(1.0, chosen / experts) if chosen and experts else 1.0
 
 
 def require_blocks(folder: TargetFolder, layers: Sequence[int], value_bytes: int) -> None:

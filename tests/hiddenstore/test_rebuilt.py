@@ -4,12 +4,13 @@ import json
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from transformers import LlamaConfig
+from transformers import DeepseekV3Config, LlamaConfig, Qwen3MoeConfig
 
 import hiddenstore
 from hiddenstore.care.copy import open_copy, run_copy
@@ -317,3 +318,21 @@ def test_a_target_that_cannot_be_rebuilt_is_planned_for_in_every_other_recipe(tm
     assert block_parameters(config, ()) == 0
     with pytest.raises(ConfigError, match="per-layer embeddings"):
         block_parameters(config, (0,))
+
+
+SHAPE = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+
+
+@pytest.mark.parametrize(
+    ("family", "experts", "router"), [(Qwen3MoeConfig, "num_experts", 32), (DeepseekV3Config, "n_routed_experts", 33)]
+)
+def test_memory_holds_every_expert_and_a_token_is_multiplied_by_those_it_is_routed_to(
+    family: Any, experts: str, router: int
+) -> None:
+    few, many = (family(**SHAPE, **ROUTED, **{experts: count}, n_group=1, topk_group=1) for count in (2, 8))
+    blocks = (2, 3)
+    added = block_parameters(many, blocks) - block_parameters(few, blocks)
+    assert added == len(blocks) * 6 * (3 * 16 * 32 + router)
+    assert block_parameters(few, blocks, a_token=True) == block_parameters(few, blocks)
+    assert block_parameters(many, blocks, a_token=True) == block_parameters(few, blocks) + len(blocks) * 6 * router

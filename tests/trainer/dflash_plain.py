@@ -104,21 +104,21 @@ def plain_loss(
     weighted, total, sums = [], [], [torch.zeros(()).double() for _ in range(logits.shape[1] - 1)]
     for n, anchor in enumerate(anchors):
         losses: dict[int, Tensor] = {}
+        of_label: dict[int, float] = {}
         for k in range(1, logits.shape[1]):
             row = anchor + k
             inside = row < len(pack["ids"]) and pack["document"][row] == pack["document"][anchor]
             if inside and pack["mask"][row] and row in labels:
                 log_p = logits[n, k].log_softmax(0)
                 soft = -(teacher[row - 1] * log_p).sum() if how["distil"] else torch.zeros(())
+                of_label[k] = math.exp(float(log_p[labels[row]].detach()))
                 losses[k] = -(1 - how["distil"]) * log_p[labels[row]] + how["distil"] * soft
                 sums[k - 1] = sums[k - 1] + losses[k].detach()
         for k, loss in losses.items():
             if how["alpha"] is None:
                 weight = math.exp(-(k - 1) / how["gamma"])
             else:
-                chance = {
-                    i: math.exp(-float(x.detach())) * (1 - how["alpha"]) + how["alpha"] for i, x in losses.items()
-                }
+                chance = {i: q * (1 - how["alpha"]) + how["alpha"] for i, q in of_label.items()}
                 weight = sum(math.prod(chance[i] for i in losses if i <= m) for m in losses if m >= k)
             weighted.append(weight * loss)
             total.append(1.0 if how["by_count"] else weight)

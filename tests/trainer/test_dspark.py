@@ -58,7 +58,8 @@ def plain_loss(case: Case, loss: DSparkLoss, anchors: list[int], top: int = VOCA
             before = w["markov_head.markov_w1.weight"][pack["ids"][anchor + k]]
             logits = head @ states[n, k] + w["markov_head.markov_w2.weight"] @ before
             p, q = logits.softmax(0), target_logits[row - 1][known].softmax(0)
-            overlap = torch.minimum(p, q).sum()
+            mass = target_logits[row - 1].softmax(0)[known].sum() if loss.overlap_mass == "whole" else 1
+            overlap = torch.minimum(p, mass * q).sum()
             own = -loss.cross_entropy * p[known.index(choice)].log() + loss.overlap * (1 - overlap)
             more = torch.zeros(()).double()
             if "confidence_head.proj.weight" in w:
@@ -78,7 +79,11 @@ def plain_loss(case: Case, loss: DSparkLoss, anchors: list[int], top: int = VOCA
 )
 def test_losses_and_gradients_agree_with_the_plain_restatement(labels: str, known: int, changes: Any) -> None:
     case = dspark_case(LENGTHS, known=known, **changes)
-    loss = DSparkLoss.model_validate({"labels": labels, "gamma": 4.0})
+    for mass in ("draft", "whole"):
+        assert_agrees(case, DSparkLoss.model_validate({"labels": labels, "gamma": 4.0, "overlap_mass": mass}))
+
+
+def assert_agrees(case: Case, loss: DSparkLoss) -> None:
     result = our_loss(case, loss, ANCHORS)
     expected, sums = plain_loss(case, loss, ANCHORS)
     assert float(result.value) == pytest.approx(float(expected.detach()), abs=1e-5)

@@ -17,16 +17,16 @@ from hiddenstore.records import TopK
 from hiddenstore.store import Store
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.testing.builders import make_store
-from schemas.capture import HeadSpec
+from schemas.capture import HeadSpec, NormState
 from tests.trainer.conftest import VOCAB, WIDTH, make_batch, make_head
 from tests.trainer.eagle1_plain import PlainEagle1, plain_losses
 from tests.trainer.live import assert_live_equals_eval, identity_in_memory
 from trainer.attention.ttt import KVCache
 from trainer.drafters.base import DrafterInUse, Verified
 from trainer.drafters.eagle1 import EAGLE1, Eagle1, Eagle1Config, RegressionLoss, RegressionObjective
-from trainer.evaluate.acceptance import DraftShape, drafting_positions
+from trainer.evaluate.acceptance import AcceptanceTally, DraftShape, drafting_positions, walk
 from trainer.evaluate.simulate import evaluate
-from trainer.evaluate.speculate import DecodeLimits
+from trainer.evaluate.speculate import DecodeLimits, replay
 from trainer.evaluate.target import LiveTarget, bundle_of
 from trainer.losses.fused_head import StepLosses
 from trainer.losses.teacher import TargetInterface
@@ -363,6 +363,22 @@ def test_a_live_chain_proposes_the_same_after_many_calls_as_after_one() -> None:
         proposals = chain.propose(seen, 3)
         n += step
         assert proposals == drafted(drafter, ids, final, n, 3)
+
+
+@pytest.mark.parametrize("side", ["pre_norm", "post_norm"])
+def test_a_tree_of_one_branch_over_recorded_text_accepts_what_the_chain_does_on_either_side_of_the_norm(
+    side: NormState,
+) -> None:
+    torch.manual_seed(1)
+    setting = make_setting([40], vocab=3)
+    setting.batch.loss_mask[:] = True
+    drafter = replace(in_use(setting), target=replace(setting.target, final_norm=side))
+    pack = replace(setting.batch, final=setting.batch.final.bfloat16())
+    chain, tree = AcceptanceTally(3), AcceptanceTally(3)
+    walk(drafter.hits(pack, 3).numpy(), pack.loss_mask.numpy(), chain)
+    replay(drafter, pack, slice(0, 40), tree)
+    assert tree.accepted_at == chain.accepted_at
+    assert chain.accepted_at[1] > 0
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,8 @@
 """A mirror is one run's: another's is refused, what a kill left half-way is brought again, the last checkpoint too."""
 
 import shutil
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,42 @@ def test_a_finished_run_brings_the_checkpoint_that_its_mirror_lacks(tmp_path: Pa
     ).read_bytes()
     shutil.rmtree(run)
     assert train(store, run, words=["train.max_steps=13"], resume=True, mirror=str(mirror)).steps == 13
+
+
+def test_a_kill_while_settings_are_replaced_leaves_a_mirror_that_a_run_is_made_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, run, mirror = tiny_store(tmp_path).path, tmp_path / "run", tmp_path / "mirror"
+    train(store, run, words=WORDS, mirror=str(mirror))
+    old = (mirror / "config.yaml").read_bytes()
+    new = (run / "config.yaml").read_bytes().replace(b"max_steps: 12", b"max_steps: 13")
+    for last in range(12):
+        place, left = tmp_path / f"mirror-{last}", [None] * last
+        shutil.copytree(mirror, place)
+        (run / "config.yaml").write_bytes(new)
+        copied = mirror_of(run, place)
+        with monkeypatch.context() as patch, suppress(Killed):
+            for name in ("put_if_absent", "remove_tree"):
+                patch.setattr(copied._fs, name, partial(mortal, getattr(copied._fs, name), left))
+            copied.bring()
+        shutil.rmtree(run)
+        mirror_of(run, place).restore()
+        assert (run / "config.yaml").read_bytes() in (old, new)
+        mirror_of(run, place).bring()
+        assert sorted(path.name for path in place.iterdir()) == sorted(path.name for path in mirror.iterdir())
+    assert left
+
+
+class Killed(BaseException):
+    """No code of ours runs behind a kill."""
+
+
+def mortal(operation: Any, left: list[None], *args: Any) -> Any:
+    """An operation of a process that has this many of them before it."""
+    if not left:
+        raise Killed
+    left.pop()
+    return operation(*args)
 
 
 def test_the_command_that_resumes_names_mirror_and_cache(tmp_path: Path) -> None:

@@ -44,8 +44,11 @@ def test_equal_states_differ_by_nothing_and_rounded_ones_by_little(raw: Store) -
     assert len(seen) == set(seen).pop() == 2 * 2 * 3
 
 
-def test_acceptance_is_the_overlap_of_drafter_and_target_at_the_first_drafted_token(raw: Store, tmp_path: Path) -> None:
-    options = TrainOptions(raw.path, tmp_path / "run", "eagle3", None, (*SHORT, "train.device=cpu"))
+@pytest.mark.parametrize("words", [(), ("drafter.vocab_size=20", "loss.overlap_mass=draft")])
+def test_acceptance_is_the_overlap_of_drafter_and_target_at_the_first_drafted_token(
+    words: tuple[str, ...], raw: Store, tmp_path: Path
+) -> None:
+    options = TrainOptions(raw.path, tmp_path / "run", "eagle3", None, (*SHORT, "train.device=cpu", *words))
     session = build_state(options, ProcessGroup(Rank()), FolderLock(tmp_path / "run"))
     overlaps = []
     session.model.eval()
@@ -58,6 +61,8 @@ def test_acceptance_is_the_overlap_of_drafter_and_target_at_the_first_drafted_to
                 q = session.model.lm_head(states).double().softmax(-1)
                 held = pack.final[torch.searchsorted(pack.final_rows, rows)]
                 p = session.target.head.logits(held, "pre_norm").double().softmax(-1)
+                known = session.target.vocab.t2d
+                p = p[known[p.argmax(-1)]][:, known]
                 slots = work.slot_map.slots[:, 0]
                 taught = slots >= 0
                 overlaps += torch.minimum(p[taught], q[slots[taught]]).sum(-1).tolist()

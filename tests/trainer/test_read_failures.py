@@ -1,11 +1,13 @@
 """A read that fails is neither an absent file nor a damaged one (the class of findings A1): the trainer stops."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from hiddenstore.errors import ConflictError, CorruptionError, HiddenstoreError, StorageError
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, HiddenstoreError, StorageError
+from hiddenstore.settings import load as load_settings
 from hiddenstore.store import Store
 from tests.trainer.export_cases import make
 from tests.trainer.runs import WORDS, tiny_store
@@ -13,10 +15,11 @@ from trainer.export.published import read_published
 from trainer.export.support import ENGINES
 from trainer.export.write import checkpoint_of, engine_files, export, prove_equal
 from trainer.serve.launch import write_files
+from trainer.settings import config_class
 from trainer.train import checkpoint
 from trainer.train.log import read_curves
 from trainer.train.loop import train
-from trainer.train.run_folder import describe, load_drafter
+from trainer.train.run_folder import describe, drafter_name, load_drafter
 
 
 def unreadable(path: Path) -> None:
@@ -72,6 +75,27 @@ def test_an_export_over_settings_that_are_none_does_not_take_them_for_others(run
         (run / "config.yaml").write_text(damaged)
         with pytest.raises(CorruptionError, match="holds no settings"):
             checkpoint_of(loaded, run)
+
+
+def test_settings_of_a_run_with_a_bit_of_another_value_are_refused_whatever_reads_them(
+    run: Path, tmp_path: Path
+) -> None:
+    loaded, file = load_drafter(run), run / "config.yaml"
+    whole = file.read_bytes()
+    settings = load_settings(config_class("eagle3"), file)
+    for at in range(0, len(whole), 3):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+        with suppress(CorruptionError, ConfigError):
+            assert drafter_name(run) == "eagle3"
+            assert load_settings(config_class("eagle3"), file) == settings
+    file.write_bytes(whole.replace(b"  step_decay: 0.8\n", b"  step_decay: 0.9\n"))
+    with pytest.raises(CorruptionError, match="is not what the run wrote"):
+        checkpoint_of(loaded, run)
+    with pytest.raises(CorruptionError, match="is not what the run wrote"):
+        train(tmp_path / "store", run, words=["train.max_steps=14"], resume=True)
+    file.write_bytes(file.read_bytes()[: whole.rindex(b"#")])
+    train(tmp_path / "store", run, words=["train.max_steps=14"], resume=True)
+    assert load_settings(config_class("eagle3"), file).model_dump()["loss"]["step_decay"] == 0.9
 
 
 def test_an_export_without_its_store_or_settings_is_made_of_what_there_is(run: Path, tmp_path: Path) -> None:

@@ -157,3 +157,13 @@ def test_packs_are_lowered_to_the_free_memory_but_never_below_the_longest_sample
         found = load_config(store, words=["train.device=cpu"]).data
         assert (found.pack_tokens, found.batch_tokens) == (expected, usual.data.batch_tokens)
         assert load_config(store, words=["data.pack_tokens=1000"]).data.pack_tokens == 1000
+
+
+def test_ranks_of_one_machine_share_its_free_memory(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = longest_sample(store) + 20
+    free = 2 * activation_bytes(load_config(store)) * alone
+    monkeypatch.setattr(module, "free_bytes", lambda: free)
+    assert load_config(store, words=["train.device=cpu"]).data.pack_tokens == alone
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    shared = max(alone // 2, longest_sample(store))
+    assert load_config(store, words=["train.device=cpu"]).data.pack_tokens == shared < alone

@@ -18,6 +18,7 @@ from hiddenstore.data import PackedBatch
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.targets import LAYER_RULES
 from hiddenstore.targets.head import HeadBundle
+from schemas.capture import NormState
 from trainer.config import DrafterConfig, LossConfig
 from trainer.formats.base import DrafterExport
 from trainer.losses.fused_head import StepLosses
@@ -38,9 +39,9 @@ class Needs:
 
 class Drafter(nn.Module):
     """A drafter's weights. ``state_dict`` is what a checkpoint stores; tables of the target are not in it. ``rng_key``:
-    seed and number of the step in progress. Whatever a step draws at random is a function of these and the sample ids,
-    hence the same after a resume and under any number of ranks. ``recompute``: layers are made again in the backward
-    (`trainer.drafters.blocks.recomputed`)."""
+    seed and number of the step in progress, in every validation the same pair. Whatever is drawn at random is a
+    function of these and the sample ids, hence the same after a resume and under any number of ranks. ``recompute``:
+    layers are made again in the backward (`trainer.drafters.blocks.recomputed`)."""
 
     config: DrafterConfig
     rng_key: tuple[int, int] = (0, 0)
@@ -121,12 +122,14 @@ class Objective(Protocol[W]):
 
 @dataclass(frozen=True, eq=False)
 class Verified:
-    """What the target has just verified. aux bf16 [L, T, D] and final bf16 [T, D], before the final norm, of T tokens;
-    ``next_ids`` [T]: the token after each, the last of which the target has not read."""
+    """What the target has just verified. aux bf16 [L, T, D] and final bf16 [T, D], on the side of the final norm that
+    ``final_norm`` says, of T tokens; ``next_ids`` [T]: the token after each, the last of which the target has not
+    read."""
 
     aux: Tensor
     final: Tensor
     next_ids: Sequence[int]
+    final_norm: NormState = "pre_norm"
 
 
 Pick = Callable[[Tensor], Tensor]

@@ -147,7 +147,7 @@ class BlockObjective:
             taught_by = rows - 1
             needed, inverse = torch.unique(taught_by[admitted], return_inverse=True)
             by_choice = self.loss.labels == "target"
-            teacher = self.teacher.read(batch, needed, token=by_choice)
+            teacher = self.teacher.read(batch, needed, token=by_choice, mass=self.takes_mass)
             at = torch.zeros_like(rows).masked_scatter_(admitted, inverse)
             if by_choice and teacher.token is not None and len(needed):
                 tokens = teacher.token[at]
@@ -193,6 +193,12 @@ class BlockObjective:
         return self.loss.distil > 0
 
     @property
+    def takes_mass(self) -> bool:
+        """Whether the target's probabilities are compared as they are, not scaled up to one over the draft
+        vocabulary."""
+        return False
+
+    @property
     def _by_count(self) -> bool:
         return self.loss.reduction == "kept" or self.loss.weighting == "dpace"
 
@@ -204,7 +210,8 @@ class BlockObjective:
         def distribution(states: Tensor) -> Tensor:
             return self.teacher.distribution_of(teacher, rows[states])
 
-        return Supervision.of_labels(inputs.labels, distribution, self.loss.distil, complete=complete)
+        mass = teacher.mass[rows] if self.takes_mass and teacher.mass is not None else None
+        return Supervision.of_labels(inputs.labels, distribution, self.loss.distil, complete=complete, mass=mass)
 
 
 CHAT_ROLES = frozenset({"system", "user", "assistant", "developer", "tool", "ipython", "function", "observation"})

@@ -45,6 +45,9 @@ class DSparkLoss(BlockLoss):
     """Weight of the cross-entropy."""
     overlap: float = Field(0.9, ge=0)
     """Weight of one less the overlap of both distributions, which is the chance of a rejection."""
+    overlap_mass: Literal["whole", "draft"] = "draft"
+    """The overlap takes the target's probabilities as they are (``whole``) or scaled up to one over the draft
+    vocabulary (``draft``: speculators), where it says fewer rejections than there are."""
     confidence: float = Field(1.0, ge=0)
     """Weight of the confidence head's cross-entropy with the overlap."""
 
@@ -60,7 +63,7 @@ class DSparkLoss(BlockLoss):
 
     def as_rejection(self) -> Self:
         """The overlap alone, of a block behind every token."""
-        alone = {"cross_entropy": 0.0, "overlap": 1.0, "distil": 0.0, "confidence": 0.0}
+        alone = {"cross_entropy": 0.0, "overlap": 1.0, "overlap_mass": "whole", "distil": 0.0, "confidence": 0.0}
         return self.model_copy(update={**alone, "num_anchors": EVERY_ANCHOR})
 
 
@@ -151,6 +154,10 @@ class DSparkObjective(BlockObjective):
     model: DSpark
     loss: DSparkLoss
     compares = True
+
+    @property
+    def takes_mass(self) -> bool:
+        return self.loss.overlap_mass == "whole"
 
     def losses(self, inputs: BlockInputs, denominators: Tensor) -> StepLosses:
         """What this pack adds to the loss of the global batch. Sums are those of the tokens alone."""

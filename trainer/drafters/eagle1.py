@@ -276,7 +276,9 @@ class Eagle1(FeatureDrafter):
 
     def begin(self, verified: Verified) -> Tensor:
         """Features of verified tokens: [T, D]."""
-        return self._head.norm(verified.final).to(self.fc.weight.dtype)
+        is_normed = verified.final_norm == "post_norm"
+        features = verified.final if is_normed else self._head.norm(verified.final)
+        return features.to(self.fc.weight.dtype)
 
     def unroll(self, batch: PackedBatch, features: Tensor, slot_map: SlotMap, steps: int) -> Tensor:
         """Predicted features of the active slots, step by step: [steps * A, D]. features [T, D]: those of the target,

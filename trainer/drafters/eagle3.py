@@ -91,8 +91,8 @@ class TttLoss(LossConfig):
         return self.kind == "lk_lambda" and self.lk_blend == "step"
 
     def as_rejection(self) -> Self:
-        """Total variation."""
-        return self.model_copy(update={"kind": "tv"})
+        """Total variation, of the target's probabilities as they are."""
+        return self.model_copy(update={"kind": "tv", "overlap_mass": "whole"})
 
     @field_validator("kind")
     @classmethod

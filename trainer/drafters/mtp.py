@@ -143,7 +143,7 @@ class Mtp(FeatureDrafter):
 
     def begin(self, verified: Verified) -> Tensor:
         """What the first step reads of verified tokens: [T, D]."""
-        return self._first(verified.final, "pre_norm")
+        return self._first(verified.final, verified.final_norm)
 
     def unroll(self, batch: PackedBatch, slot_map: SlotMap, steps: int) -> Tensor:
         """States of the active slots as ``lm_head`` reads them, step by step: [K*A, D]. Raises FormatError: the final

@@ -220,7 +220,7 @@ def evaluate_packs(
                 mask = pack.loss_mask[rows].cpu().numpy()
                 for tally in result.tallies:
                     if tally.width > 1:
-                        replay(drafter.tree(tally.width), moved, rows, tally)
+                        replay(drafter, moved, rows, tally)
                     else:
                         walk(hits[tally.draft_len][rows], mask, tally)
                 result.texts.append((pack.input_ids[rows].cpu().numpy(), mask))

@@ -196,17 +196,16 @@ def until_stop(tokens: Sequence[int], stop: frozenset[int]) -> list[int]:
     return list(tokens[: end + 1])
 
 
-def replay(drafter: LiveTree, pack: PackedBatch, rows: slice, tally: AcceptanceTally) -> None:
-    """Add one recorded sample to ``tally``, drafting where a server would; the slot average is not made. ``pack`` holds
-    the final hidden at every row the drafter reads it at; rows it lacks are zero."""
+def replay(drafter: DrafterInUse, pack: PackedBatch, rows: slice, tally: AcceptanceTally) -> None:
+    """Add one recorded sample to ``tally``, drafting trees where a server would; the slot average is not made. ``pack``
+    holds the final hidden at every row the drafter reads it at; rows it lacks are zero."""
     ids, mask = pack.input_ids[rows].tolist(), pack.loss_mask[rows].cpu().numpy()
     aux, final = pack.aux[:, rows], _final(pack, rows)
-    drafter.reset()
-    read = 0
+    live, side, read = drafter.tree(tally.width), drafter.target.final_norm, 0
     for start, end in answers(mask):
         n = max(start, 1)
         while n < end - 1:
-            tree = drafter.grow(Verified(aux[:, read:n], final[read:n], ids[read + 1 : n + 1]), tally.draft_len)
+            tree = live.grow(Verified(aux[:, read:n], final[read:n], ids[read + 1 : n + 1], side), tally.draft_len)
             read = n
             remaining = end - 1 - n
             accepted = min(_matching_levels(tree, ids[n + 1 : end]), remaining)

@@ -17,7 +17,6 @@ import yaml
 from safetensors.torch import save
 
 from hiddenstore.errors import ConfigError, CorruptionError, HiddenstoreError, Kind, NotFoundError, StorageError
-from hiddenstore.fs.disk import read_whole
 from hiddenstore.fs.publish import new_folder, place_file, refuse_existing_file, refuse_existing_folder, room_beside
 from hiddenstore.fs.seam import storage_error, storage_errors
 from hiddenstore.store import Store
@@ -34,7 +33,7 @@ from trainer.formats import gguf
 from trainer.formats.base import ABOUT_FILE, LAYER_IDS, Checkpoint, Engine, Files, Reads, shares_embeddings, weights
 from trainer.losses.teacher import TargetInterface
 from trainer.settings import target_config
-from trainer.train.run_folder import CONFIG, LoadedDrafter, RunInfo, describe, load_weights
+from trainer.train.run_folder import CONFIG, LoadedDrafter, RunInfo, describe, load_weights, settings_bytes
 from trainer.vocab import DraftVocab
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -269,7 +268,7 @@ def _usual_length(info: RunInfo) -> int | None:
     lies outside its run."""
     file = info.run / CONFIG
     try:
-        config = yaml.safe_load(read_whole(file))
+        config = yaml.safe_load(settings_bytes(info.run))
     except FileNotFoundError:
         return None
     except OSError as error:

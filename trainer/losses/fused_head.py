@@ -29,7 +29,8 @@ WIDEST_BLOCK = 4
 """Budgets a block may take before the vocabulary is cut into spans, whose logits are then made twice."""
 
 Weigh = Callable[[Tensor, Tensor], Tensor]
-"""Weights fp32 [n, D], without gradient, from losses fp32 [n, D] and which of them are taught, bool [n, D]."""
+"""Weights fp32 [n, D], without gradient, from cross-entropies of labels fp32 [n, D], whatever else teaches, and which
+are taught, bool [n, D]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +88,11 @@ class Supervision:
         share: float = 0.0,
         *,
         complete: bool = False,
+        mass: Tensor | None = None,
     ) -> Self:
         """Labels int64 [N, D] of states [N*D], -1 where nothing is taught, which then costs nothing. ``share`` of q is
-        ``distribution(which states, int64 [n]) -> fp32 [n, U]``. ``complete``: the D states of a row of labels stay
-        together if any of them is taught, as `Weigh` asks."""
+        ``distribution(which states, int64 [n]) -> fp32 [n, U]``; ``mass`` fp32 [N*D] is of states. ``complete``: the D
+        states of a row of labels stay together if any of them is taught, as `Weigh` asks."""
         taught, depths = labels >= 0, labels.shape[1]
         if complete:
             taught = taught.any(1, keepdim=True).expand_as(labels)
@@ -101,6 +103,7 @@ class Supervision:
             labels=row_labels,
             distribution=None if distribution is None else lambda begin, end: distribution(states[begin:end]),
             share=share,
+            mass=None if mass is None else mass[states],
             depth=states % depths,
         )
 
@@ -283,7 +286,7 @@ class _Walk:
         states = torch.where(block.slots >= 0, block.slots, len(self.overlap) - 1).flatten()
         if self.options.kind.overlap:
             self.overlap.index_copy_(0, states, overlap.flatten())
-        scale = self._count(begin, end, slopes.value, label >= top).view(-1, 1).to(block.x.dtype)
+        scale = self._count(begin, end, slopes.value, lse - label, label >= top).view(-1, 1).to(block.x.dtype)
         if self.grad_states is None and self.grad_weight is None:
             return
         # The scale is not folded into the error: x is far narrower than the logits.
@@ -345,14 +348,15 @@ class _Walk:
                 below += torch.where(p < q, p, 0.0).sum(-1)
         return overlap, below
 
-    def _count(self, begin: int, end: int, value: Tensor, hit: Tensor) -> Tensor:
-        """Add losses and hits [n, K] of rows begin…end to the sums; the scale of each: fp32 [n, K]."""
+    def _count(self, begin: int, end: int, value: Tensor, surprise: Tensor, hit: Tensor) -> Tensor:
+        """Add losses and hits [n, K] of rows begin…end to the sums; the scale of each, by the cross-entropies of their
+        labels [n, K] where these weigh: fp32 [n, K]."""
         taught, depth, depths = self.supervision.slots[begin:end] >= 0, self.supervision.depth, self.scales.shape[0]
         rows = None if depth is None else depth[begin:end]
         scale = torch.where(taught, self.scales if rows is None else self.scales[rows, None], 0.0)
         loss, hit = torch.where(taught, value, 0.0), hit.logical_and_(taught)
         if self.options.weigh is not None:
-            weights = self.options.weigh(loss.view(-1, depths), taught.view(-1, depths))
+            weights = self.options.weigh(surprise.view(-1, depths), taught.view(-1, depths))
             scale = scale * weights.view_as(scale)
         loss = loss.double()
         self.value += (loss * scale.double()).sum()

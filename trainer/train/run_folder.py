@@ -16,7 +16,7 @@ from torch import Tensor
 from hiddenstore import settings
 from hiddenstore.console.output import output
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
-from hiddenstore.files.documents import seal, unseal
+from hiddenstore.files.documents import seal, sha256_hex, unseal
 from hiddenstore.files.layout import kind_of
 from hiddenstore.files.lock import FolderLock
 from hiddenstore.fs.disk import read_whole
@@ -49,6 +49,9 @@ CONFIG, SNAPSHOT, RUN_JSON = "config.yaml", "snapshot.json", "run.json"
 
 FROM_THE_TARGET = ("embed_tokens.weight",)
 """Tensors that start as the target's where the other drafter shared them with its target."""
+
+_SEAL = "# sha256 of the lines above: "
+"""Begins the last line of ``config.yaml``, a comment to every reader of YAML."""
 
 EXPORTS = "exports"
 """Folder of a run that holds what ``hiddenstore serve`` exported of it."""
@@ -313,7 +316,7 @@ def create(
     snapshot = store.snapshot(f"run-{re.sub('[^A-Za-z0-9._-]', '-', path.name)[:60]}-{secrets.token_hex(4)}")
     files = {
         checkpoint.VOCAB: vocab.save_bytes(),
-        CONFIG: settings.dump(config).encode(),
+        CONFIG: _sealed(config),
         SNAPSHOT: seal(snapshot),
         RUN_JSON: seal(facts),
     }
@@ -404,7 +407,27 @@ def reopen(options: TrainOptions) -> tuple[Store, TrainConfig]:
 def keep_settings(options: TrainOptions, config: TrainConfig) -> None:
     """Have a run go on with the ``train.*`` words that it was resumed with, once nothing refused them."""
     if options.resume and options.words:
-        replace_file(options.run / CONFIG, settings.dump(config).encode())
+        replace_file(options.run / CONFIG, _sealed(config))
+
+
+def _sealed(config: TrainConfig) -> bytes:
+    text = settings.dump(config)
+    return f"{text}{_SEAL}{sha256_hex(text.encode())}\n".encode()
+
+
+def settings_bytes(run: Path) -> bytes:
+    """``config.yaml`` of a run; FileNotFoundError where there is none. Raises CorruptionError: ``run-corrupt``: it is
+    not what the run wrote; runs of earlier versions did not say what that was."""
+    data = read_whole(run / CONFIG)
+    text, seal_mark, digest = data.rpartition(_SEAL.encode())
+    if seal_mark and sha256_hex(text).encode() != digest.strip():
+        raise CorruptionError(
+            f"{run / CONFIG} is not what the run wrote: its last line gives another sha256 than its settings have",
+            kind=Kind.RUN_CORRUPT,
+            path=str(run / CONFIG),
+            hint="put it back; --resume train.KEY=VALUE changes settings; without its last line it is taken as it is",
+        )
+    return data
 
 
 def _require_validation(store: Store, config: LoopConfig) -> None:
@@ -420,7 +443,7 @@ def _require_validation(store: Store, config: LoopConfig) -> None:
 def drafter_name(run: Path) -> str:
     """The kind of drafter a run trains. Raises CorruptionError: ``run-corrupt``; StorageError: the disk refused."""
     try:
-        return str(yaml.safe_load(read_whole(run / CONFIG))["drafter"]["name"])
+        return str(yaml.safe_load(settings_bytes(run))["drafter"]["name"])
     except (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError, FileNotFoundError) as error:
         raise CorruptionError(f"{run / CONFIG} names no drafter: {error}", kind=Kind.RUN_CORRUPT) from error
     except OSError as error:

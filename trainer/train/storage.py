@@ -17,6 +17,8 @@ from hiddenstore.fs.seam import Filesystem
 from trainer.train import checkpoint
 
 CACHE_BYTES = 64 << 30
+_NEXT = ".next"
+"""Ends the name of what is about to take the place of a file of a mirror."""
 
 
 def through_cache(store: str | Path, folder: str | Path | None, most_bytes: int) -> str | Path | Filesystem:
@@ -93,7 +95,7 @@ class Mirror:
             raise NotFoundError(f"{self.location} holds no whole checkpoint", kind=Kind.CHECKPOINT_MISSING)
         with new_folder(self.run) as run:
             for name in self.files:
-                (run / name).write_bytes(self._fs.read(name))
+                (run / name).write_bytes(_read(self._fs, name))
             folder = run / checkpoint.FOLDER / newest
             folder.mkdir(parents=True)
             for name in self._fs.list(f"{checkpoint.FOLDER}/{newest}"):
@@ -106,6 +108,17 @@ class Mirror:
 
 
 def _replace(fs: Filesystem, name: str, data: bytes) -> None:
+    """Put ``data`` there; wherever this is killed, `_read` gives the old bytes or the new ones."""
+    coming = f"{name}{_NEXT}"
     if fs.size(name) is not None and fs.read(name) != data:
+        fs.remove_tree(coming)
+        fs.put_if_absent(coming, data)
         fs.remove_tree(name)
     fs.put_if_absent(name, data)
+    if fs.size(coming) is not None:
+        fs.remove_tree(coming)
+
+
+def _read(fs: Filesystem, name: str) -> bytes:
+    coming = f"{name}{_NEXT}"
+    return fs.read(coming if fs.size(name) is None and fs.size(coming) is not None else name)
