@@ -4,7 +4,7 @@ Shapes: L layers asked for, t tokens of one sample, r final rows of one sample, 
 """
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
@@ -161,13 +161,13 @@ class SegmentReader:
         index: int,
         layers: Sequence[int] | None = None,
         final: bool = True,
-        out: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
+        out: tuple[Collection[np.ndarray], Collection[np.ndarray]] | None = None,
     ) -> tuple[Encoded, Encoded, np.ndarray]:
         """The same still encoded, to be moved and decoded on another device: aux, final and final_rows int32 [r].
 
         ``get_codec(capture.codecs.aux).decode(aux)`` gives bf16 [L, t, D], the final codec's [1, r, D] (for top tokens
-        ``unpack_rows``); without final, the final part has no codes. ``out``: tensors [t, C] of
-        the layers and [r, C] of the final to read the codes into.
+        ``unpack_rows``); without final, the final part has no codes. ``out``: arrays [t, C] of
+        the layers and [r, C] of the final to read the codes into, which are the memory of what is returned.
         """
         finals = self._finals(final)
         aux_out, final_out = (None, None) if out is None else out
@@ -201,7 +201,7 @@ class SegmentReader:
         self._require(FINAL_ROWS, entry, rows_fault(final_rows, entry.tokens))
         return final_rows
 
-    def _final_codes(self, index: int, finals: Sequence[int], out: Sequence[Tensor] | None = None) -> Encoded:
+    def _final_codes(self, index: int, finals: Sequence[int], out: Collection[np.ndarray] | None = None) -> Encoded:
         encoded = self._unit.encoded(self._final, index, finals, out)
         if finals and self.capture.holds_topk:
             topk, entry = unpack_rows(encoded), self.record.samples[index]

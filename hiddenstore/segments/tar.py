@@ -11,7 +11,7 @@ import json
 import math
 import tarfile
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from operator import sub
@@ -283,15 +283,15 @@ class TarUnit:
         return self._values(field, member, dtype, shapes.get(name, (entry.tokens,))).copy()
 
     def encoded(
-        self, group: FieldGroup, index: int, layers: Sequence[int], out: Sequence[Tensor] | None = None
+        self, group: FieldGroup, index: int, layers: Sequence[int], out: Collection[np.ndarray] | None = None
     ) -> Encoded:
         if not layers:
             return Encoded([])
         rows, codec = len(group.rows_of(self._record.samples[index])), group.codec
         shape, dtype = (rows, codec.code_columns(self.width)), codec.code_dtype
-        codes = [fresh(shape, getattr(torch, dtype)) for _ in layers] if out is None else list(out)
+        codes = [fresh(shape, getattr(torch, dtype)).numpy() for _ in layers] if out is None else out
         names = [_code_name(group, layer) for layer in layers]
-        targets = [target.numpy().reshape(-1).view(np.uint8) for target in codes]
+        targets = [target.reshape(-1).view(np.uint8) for target in codes]
         is_direct = not codec.compressed and group.masked is None
         bodies = [(name, target if is_direct else None) for name, target in zip(names, targets, strict=True)]
         beside = [_small_name(group, name) for name in _of_samples(group)]
@@ -307,7 +307,7 @@ class TarUnit:
                 group.masked.from_pieces(pieces, fine, target.reshape(shape))
             elif member.tobytes() != npy_header(dtype, shape):
                 raise self._files.misfit(TAR, f"{name} is not {dtype} {list(shape)}")
-        return Encoded(codes, self._small(group, layers, rows, read))
+        return Encoded([torch.from_numpy(target) for target in codes], self._small(group, layers, rows, read))
 
     def decode(self, group: FieldGroup, index: int, layers: Sequence[int], out: Tensor) -> None:
         if not layers or not out.shape[1]:
@@ -315,7 +315,7 @@ class TarUnit:
         if group.codec.small:
             group.states.decode(self.encoded(group, index, layers), out)
         else:
-            self.encoded(group, index, layers, list(out.view(torch.uint16)))
+            self.encoded(group, index, layers, out.view(torch.uint16).numpy())
 
     def _small(
         self, group: FieldGroup, layers: Sequence[int], rows: int, members: Mapping[str, np.ndarray]
@@ -440,10 +440,11 @@ class _Together:
         if codec.compressed:
             shape, dtype = (sum(rows), codec.code_columns(self._width)), getattr(torch, codec.code_dtype)
             codes = [torch.empty(shape, dtype=dtype) for _ in layers]
+            arrays = [of_layer.numpy() for of_layer in codes]
             slices = iter(pairwise(ends_of(lengths).tolist()))
             for unit, indices in self._parts:
                 for index, (low, high) in zip(indices.tolist(), slices, strict=False):
-                    unit.encoded(group, index, layers, [of_layer[low:high] for of_layer in codes])
+                    unit.encoded(group, index, layers, [of_layer[low:high] for of_layer in arrays])
             return Mixed(Encoded(codes), rows)
         codes = [torch.from_numpy(self._codes(group, _code_name(group, layer), lengths)) for layer in layers]
         return Mixed(Encoded(codes, self._small(group, layers, lengths) if codec.small else {}), rows)

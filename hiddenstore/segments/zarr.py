@@ -7,9 +7,9 @@ names, so that even a file in another's place is seen. Reads touch only the rows
 Shapes: L layers asked for, T tokens of the unit, t rows of one sample, D width, N raw rows.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -213,7 +213,7 @@ class ZarrUnit:
         return (final_start, final_rows) if final else (start, tokens)
 
     def encoded(
-        self, group: FieldGroup, index: int, layers: Sequence[int], out: Sequence[Tensor] | None = None
+        self, group: FieldGroup, index: int, layers: Sequence[int], out: Collection[np.ndarray] | None = None
     ) -> Encoded:
         return self.encoded_runs(group, layers, self.runs(group, index), out)
 
@@ -249,18 +249,17 @@ class ZarrUnit:
         return _GAP_BYTES // group.codec.code_columns(self._width)
 
     def encoded_runs(
-        self, group: FieldGroup, layers: Sequence[int], runs: Sequence[range], out: Sequence[Tensor] | None = None
+        self, group: FieldGroup, layers: Sequence[int], runs: Sequence[range], out: Collection[np.ndarray] | None = None
     ) -> Encoded:
         """Rows of some runs, end to end; raw rows are counted in all of them."""
-        codec, ends = group.codec, ends_of([len(run) for run in runs])
+        codec, ends = group.codec, list(accumulate(map(len, runs), initial=0))
         if out is None:
-            shape, dtype = (int(ends[-1]), codec.code_columns(self._width)), getattr(torch, codec.code_dtype)
-            out = [fresh(shape, dtype) for _ in layers]
-        for run, (start, stop) in zip(runs, pairwise(ends.tolist()), strict=True):
-            self._read_codes(group, layers, run, [codes[start:stop] for codes in out] if len(runs) > 1 else out)
-        if not codec.small or not layers:
-            return Encoded(list(out), {})
-        return Encoded(list(out), joined_small(codec.small, [self._small_of(group, layers, run) for run in runs], ends))
+            shape, dtype = (ends[-1], codec.code_columns(self._width)), getattr(torch, codec.code_dtype)
+            out = [fresh(shape, dtype).numpy() for _ in layers]
+        for run, start, stop in zip(runs, ends, ends[1:], strict=False):
+            self._read_codes(group, layers, run, [codes[start:stop] for codes in out])
+        parts = [self._small_of(group, layers, run) for run in runs] if codec.small and layers else [{}]
+        return Encoded([torch.from_numpy(codes) for codes in out], joined_small(codec.small, parts, ends))
 
     def _decode_rows(self, group: FieldGroup, rows: range, layers: Sequence[int], out: Tensor) -> None:
         if not rows or not layers:
@@ -278,17 +277,17 @@ class ZarrUnit:
             raw = torch.from_numpy(small[RAW_INDEX].astype(np.int64))
             out[raw[:, 0], raw[:, 1]] = torch.from_numpy(small[RAW_ROWS]).view(torch.bfloat16)
 
-    def _read_codes(self, group: FieldGroup, layers: Sequence[int], rows: range, codes: Sequence[Tensor]) -> None:
-        """The codes of some rows into a tensor [n, C] a layer."""
+    def _read_codes(self, group: FieldGroup, layers: Sequence[int], rows: range, codes: Collection[np.ndarray]) -> None:
+        """The codes of some rows into an array [n, C] a layer."""
         for target, layer in zip(codes, layers, strict=True):
             if group.masked is None:
-                self._codes(group, layer).read_rows(rows.start, rows.stop, target.numpy())
+                self._codes(group, layer).read_rows(rows.start, rows.stop, target)
                 continue
             fine, ends = self._classes(group.masked)
             start, stop = int(ends[rows.start]), int(ends[rows.stop])
             pieces = np.empty((stop - start, group.masked.piece_bytes(self._width)), dtype=np.uint8)
             self._codes(group, layer).read_rows(start, stop, pieces)
-            group.masked.from_pieces(pieces, fine[rows.start : rows.stop], target.numpy())
+            group.masked.from_pieces(pieces, fine[rows.start : rows.stop], target)
 
     def _classes(self, codec: MaskedCodec) -> tuple[np.ndarray, np.ndarray]:
         """The class of every row of the unit bool [T], and the pieces before each int64 [T + 1]; made once."""
@@ -308,7 +307,7 @@ class ZarrUnit:
         if unit.raw_rows is None:
             return small
         borders = [layer * unit_rows + row for layer in layers for row in (rows.start, rows.stop)]
-        spans = np.searchsorted(unit.raw_positions, borders).reshape(-1, 2).tolist()
+        spans = unit.raw_positions.searchsorted(borders).reshape(-1, 2).tolist()
         count = sum(stop - start for start, stop in spans)
         index = np.empty((count, 2), dtype=np.int32)
         raw = np.empty((count, self._width), dtype=np.uint16)
