@@ -232,16 +232,16 @@ class EncodedFiller:
         self._store, self._layers, self._final, self._view = store, tuple(layers), final, view
         self._width, self._codecs = capture.target.hidden_size, capture.codecs
         self._stores_rows = not capture.rebuilds_final
+        layouts = get_layout(capture.codecs.aux), get_layout(capture.codecs.final)
+        self._codes = [(one.code_columns(self._width), getattr(torch, one.code_dtype)) for one in layouts]
 
     def members(self, slots: Sequence[SampleSlot]) -> Members:
         T, R = sum(slot.tokens for slot in slots), sum(slot.final_rows for slot in slots)
-        aux, final = get_layout(self._codecs.aux), get_layout(self._codecs.final)
-        aux_shape = (len(self._layers), T, aux.code_columns(self._width))
-        final_shape = (int(self._final and self._stores_rows), R, final.code_columns(self._width))
+        (aux, aux_type), (final, final_type) = self._codes
         return {
             **_token_members(T, R),
-            "aux_codes": (aux_shape, getattr(torch, aux.code_dtype)),
-            "final_codes": (final_shape, getattr(torch, final.code_dtype)),
+            "aux_codes": ((len(self._layers), T, aux), aux_type),
+            "final_codes": ((int(self._final and self._stores_rows), R, final), final_type),
         }
 
     def empty(self, slots: Sequence[SampleSlot], buffers: Buffers) -> EncodedPack:

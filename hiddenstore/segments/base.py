@@ -121,8 +121,8 @@ class ContainerReader(Protocol):
     FormatError ``array-invalid``; both name the file.
     """
 
-    def plain(self, name: str, index: int) -> np.ndarray:
-        """What the ``index``-th sample has in ``input_ids``, ``loss_mask``, ``spans`` or ``final_rows``.
+    def plain(self, names: Sequence[str], index: int) -> list[np.ndarray]:
+        """What the ``index``-th sample has in some of ``input_ids``, ``loss_mask``, ``spans`` and ``final_rows``.
 
         int32 [t], uint8 [t], int32 [n, 3] of (role, start, end) and int32 [r]; the caller's own.
         """

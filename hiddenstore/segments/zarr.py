@@ -61,7 +61,7 @@ from hiddenstore.segments.zarr_arrays import (
     write_sharded,
 )
 from hiddenstore.threads import Lock
-from schemas import FINAL, CaptureSpec, CommitRecord, FileEntry
+from schemas import FINAL, CaptureSpec, CommitRecord, FileEntry, SampleEntry
 
 _PLAIN_ARRAYS = 4
 _RAW_CHUNK_BYTES = 1 << 14
@@ -170,8 +170,11 @@ class ZarrUnit:
         # Threads that meet at an unopened array would all open it.
         self._opening = Lock()
 
-    def plain(self, name: str, index: int) -> np.ndarray:
+    def plain(self, names: Sequence[str], index: int) -> list[np.ndarray]:
         entry = self._record.samples[index]
+        return [self._of_sample(name, index, entry) for name in names]
+
+    def _of_sample(self, name: str, index: int, entry: SampleEntry) -> np.ndarray:
         if name == SPANS:
             spans = self._spans()
             return spans[spans[:, 0] == index, 1:].copy()
@@ -307,12 +310,13 @@ class ZarrUnit:
         if unit.raw_rows is None:
             return small
         borders = [layer * unit_rows + row for layer in layers for row in (rows.start, rows.stop)]
-        spans = unit.raw_positions.searchsorted(borders).reshape(-1, 2).tolist()
-        count = sum(stop - start for start, stop in spans)
+        spans = unit.raw_positions.searchsorted(borders).tolist()
+        starts, stops = spans[::2], spans[1::2]
+        count = sum(stops) - sum(starts)
         index = np.empty((count, 2), dtype=np.int32)
         raw = np.empty((count, self._width), dtype=np.uint16)
         first = 0
-        for slot, (layer, (start, stop)) in enumerate(zip(layers, spans, strict=True)):
+        for slot, (layer, start, stop) in enumerate(zip(layers, starts, stops, strict=True)):
             if start == stop:
                 continue
             last = first + stop - start
@@ -350,10 +354,13 @@ class ZarrUnit:
         return positions, self._shard(f"{group.name}_{RAW_ROWS}", "uint16", (len(index), self._width), False)
 
     def _codes(self, group: FieldGroup, layer: int) -> ShardReader:
+        name = group.fields[layer]
+        if name in self._shards:
+            return self._shards[name]
         shape = (self.group_rows(group), group.codec.code_columns(self._width))
         if group.masked is not None:
             shape = (int(self._classes(group.masked)[1][-1]), group.masked.piece_bytes(self._width))
-        return self._shard(group.fields[layer], group.codec.code_dtype, shape, group.codec.compressed)
+        return self._shard(name, group.codec.code_dtype, shape, group.codec.compressed)
 
     def _shard(self, name: str, dtype: str, shape: tuple[int, ...], compressed: bool) -> ShardReader:
         if name not in self._shards:
