@@ -390,10 +390,11 @@ class Prefetch(Generic[K]):
         try:
             while waiting or upcoming is not None:
                 for _ in range(STARTED_AT_ONCE):
-                    if upcoming is not None and (not waiting or self._fits(used_bytes, len(waiting), upcoming)):
-                        waiting.append(self._start(pool, upcoming))
-                        used_bytes += waiting[-1].size_bytes
-                        upcoming = next(jobs, None)
+                    if upcoming is None or (waiting and not self._fits(used_bytes, len(waiting), upcoming)):
+                        break
+                    waiting.append(self._start(pool, upcoming))
+                    used_bytes += waiting[-1].size_bytes
+                    upcoming = next(jobs, None)
                 done = waiting.popleft()
                 for read in done.reads:
                     read.result()
