@@ -145,7 +145,7 @@ def _joined(codec: CodeLayout, samples: Sequence[Encoded], rows: Sequence[int]) 
     """Samples of one unit end to end; raw rows are renumbered and stay sorted by (layer, row)."""
     # Stored codes lie in main memory; those of a sample that was just captured, on the engine's device.
     codes = [[sample.codes[layer].cpu() for sample in samples] for layer in range(len(samples[0].codes))]
-    small = joined_small(codec.small, [sample.small for sample in samples], ends_of(rows))
+    small = joined_small(codec.small, [sample.small for sample in samples], ends_of(rows).tolist())
     return EncodedLayers(codes, small)
 
 

@@ -290,9 +290,9 @@ def rows_at(fields: Mapping[str, SmallField], part: Encoded, rows: np.ndarray) -
 
 
 def joined_small(
-    fields: Mapping[str, SmallField], parts: Sequence[Mapping[str, np.ndarray]], ends: np.ndarray
+    fields: Mapping[str, SmallField], parts: Sequence[Mapping[str, np.ndarray]], ends: Sequence[int]
 ) -> dict[str, np.ndarray]:
-    """The small arrays of parts of one unit that lie end to end, at rows ``ends`` int64 [n + 1] of all; raw rows of a
+    """The small arrays of parts of one unit that lie end to end, at rows ``ends`` [n + 1] of all; raw rows of a
     part are counted in it, and in the result in all, sorted by (layer, row)."""
     small = dict(parts[0])
     if len(parts) == 1:
@@ -301,7 +301,7 @@ def joined_small(
         if name in small and "T" in spec.axes:
             small[name] = np.concatenate([arrays[name] for arrays in parts], axis=spec.axes.index("T"))
     if RAW_INDEX in small:
-        moved = [arrays[RAW_INDEX] + np.array([0, start]) for arrays, start in zip(parts, ends.tolist(), strict=False)]
+        moved = [arrays[RAW_INDEX] + np.array([0, start]) for arrays, start in zip(parts, ends, strict=False)]
         index = np.concatenate(moved).astype(np.int32)
         order = np.lexsort((index[:, 1], index[:, 0]))
         small[RAW_INDEX] = index[order]

@@ -88,7 +88,8 @@ def carve(flat: Tensor, members: Members) -> dict[str, Tensor]:
     tensors, start = {}, 0
     for name, (shape, dtype) in members.items():
         size = _size(shape, dtype)
-        tensors[name] = flat[start : start + size].view(dtype).view(shape)
+        values = flat[start : start + size].view(dtype)
+        tensors[name] = values if len(shape) == 1 else values.view(shape)
         start += _lines(size)
     return tensors
 

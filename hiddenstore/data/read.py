@@ -232,16 +232,16 @@ class EncodedFiller:
         self._store, self._layers, self._final, self._view = store, tuple(layers), final, view
         self._width, self._codecs = capture.target.hidden_size, capture.codecs
         self._stores_rows = not capture.rebuilds_final
+        layouts = get_layout(capture.codecs.aux), get_layout(capture.codecs.final)
+        self._codes = [(one.code_columns(self._width), getattr(torch, one.code_dtype)) for one in layouts]
 
     def members(self, slots: Sequence[SampleSlot]) -> Members:
         T, R = sum(slot.tokens for slot in slots), sum(slot.final_rows for slot in slots)
-        aux, final = get_layout(self._codecs.aux), get_layout(self._codecs.final)
-        aux_shape = (len(self._layers), T, aux.code_columns(self._width))
-        final_shape = (int(self._final and self._stores_rows), R, final.code_columns(self._width))
+        (aux, aux_type), (final, final_type) = self._codes
         return {
             **_token_members(T, R),
-            "aux_codes": (aux_shape, getattr(torch, aux.code_dtype)),
-            "final_codes": (final_shape, getattr(torch, final.code_dtype)),
+            "aux_codes": ((len(self._layers), T, aux), aux_type),
+            "final_codes": ((int(self._final and self._stores_rows), R, final), final_type),
         }
 
     def empty(self, slots: Sequence[SampleSlot], buffers: Buffers) -> EncodedPack:
@@ -270,7 +270,8 @@ class EncodedFiller:
             stored = reader.sample(index)
             self._view.require_rows(stored, self._store.capture, self._layers, self._final)
             input_ids, loss_mask = stored.input_ids, self._view.mask(stored)
-        out = (list(pack.aux_codes[:, sample.rows]), list(pack.final_codes[:, sample.final_rows]))
+        # numpy cuts in a tenth of the time torch takes.
+        out = pack.aux_codes.numpy()[:, sample.rows], pack.final_codes.numpy()[:, sample.final_rows]
         if slot.tokens == self._view.max_tokens:
             input_ids, loss_mask = input_ids[: slot.tokens], loss_mask[: slot.tokens]
             aux, final, final_rows = self._cut(slot, reader.read_encoded(index, self._layers, self._final), out)
@@ -290,7 +291,7 @@ class EncodedFiller:
         self,
         slot: SampleSlot,
         read: tuple[Encoded, Encoded, np.ndarray],
-        out: tuple[Sequence[Tensor], Sequence[Tensor]],
+        out: tuple[np.ndarray, np.ndarray],
     ) -> tuple[Encoded, Encoded, np.ndarray]:
         """The first rows of a longer sample, its codes copied to ``out``."""
         *groups, final_rows = read
@@ -299,10 +300,10 @@ class EncodedFiller:
             groups, out, (slot.tokens, slot.final_rows), ("aux", "final"), strict=True
         ):
             for codes, place in zip(encoded.codes, places, strict=True):
-                place.copy_(codes[:rows])
+                np.copyto(place, codes[:rows].numpy())
             fields = get_layout(getattr(self._codecs, field)).small
             small = small_of_rows(fields, encoded.small, len(places), range(rows)) if encoded.small else {}
-            kept.append(Encoded(list(places), small))
+            kept.append(Encoded([], small))
         return kept[0], kept[1], final_rows[: slot.final_rows]
 
 
@@ -389,10 +390,11 @@ class Prefetch(Generic[K]):
         try:
             while waiting or upcoming is not None:
                 for _ in range(STARTED_AT_ONCE):
-                    if upcoming is not None and (not waiting or self._fits(used_bytes, len(waiting), upcoming)):
-                        waiting.append(self._start(pool, upcoming))
-                        used_bytes += waiting[-1].size_bytes
-                        upcoming = next(jobs, None)
+                    if upcoming is None or (waiting and not self._fits(used_bytes, len(waiting), upcoming)):
+                        break
+                    waiting.append(self._start(pool, upcoming))
+                    used_bytes += waiting[-1].size_bytes
+                    upcoming = next(jobs, None)
                 done = waiting.popleft()
                 for read in done.reads:
                     read.result()

@@ -12,9 +12,8 @@ import stat
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import count, islice
+from collections.abc import Callable, Sequence
+from itertools import count
 
 from hiddenstore.errors import Kind, StorageError
 from hiddenstore.threads import Lock
@@ -124,13 +123,10 @@ class PosixDisk:
 
     def read_into(self, path: str, offset: int, buffers: Sequence[memoryview]) -> int:
         """Bytes read into buffers of bytes one after the other, fewer than they hold only at the end of the file."""
-        entry = _HANDLES.borrow(self._owner, path)
-        try:
-            done = os.preadv(entry.handle, buffers, offset)
-            if done != sum(map(len, buffers)):
-                done += _read_on(entry.handle, offset + done, buffers, done)
-        finally:
-            _HANDLES.give_back(entry)
+        entry = _HANDLES.of(self._owner, path)
+        done = os.preadv(entry.handle, buffers, offset)
+        if done != sum(map(len, buffers)):
+            done += _read_on(entry.handle, offset + done, buffers, done)
         return done
 
     def drop_cache(self, path: str) -> None:
@@ -169,14 +165,18 @@ def host_of(path: str) -> str:
     return ""
 
 
-@dataclass(eq=False, slots=True)
 class _ReadHandle:
-    handle: int
-    users: int = 0
+    """An open read descriptor, closed with the last reference: a thread that reads from it has one."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.handle)
 
 
 class _ReadHandles:
-    """Open read descriptors of the whole process, least recently used closed first, never one that is being read from.
+    """Open read descriptors of the whole process, the least recently used dropped first.
 
     Each belongs to an owner: a folder that was removed and made anew has new files under old names.
     """
@@ -186,33 +186,26 @@ class _ReadHandles:
         self._lock = Lock(threading.Lock)
         self._open: OrderedDict[tuple[int, str], _ReadHandle] = OrderedDict()
         self._gone: deque[int] = deque()
-        # As of the last file opened: to ask the system at every read costs as much as a short one.
-        self._most = 0
 
-    def borrow(self, owner: int, path: str) -> _ReadHandle:
+    def of(self, owner: int, path: str) -> _ReadHandle:
         with self._lock:
             entry = self._open.get((owner, path))
             if entry is None:
                 entry = self._open[owner, path] = _ReadHandle(self._opened(path))
-                self._most = _most_open()
-            self._open.move_to_end((owner, path))
-            entry.users += 1
-        return entry
-
-    def give_back(self, entry: _ReadHandle) -> None:
-        with self._lock:
-            entry.users -= 1
+                # To ask the system at every read costs as much as a short one.
+                most = _most_open()
+                while len(self._open) > most:
+                    self._open.popitem(last=False)
+            else:
+                self._open.move_to_end((owner, path))
             if self._gone:
                 self._close_gone()
-            if len(self._open) > self._most:
-                self._close_unused(self._most)
+        return entry
 
     def forget(self, owner: int, path: str) -> None:
-        """Close the descriptor of a file, unless a thread reads from it."""
+        """Close the descriptor of a file, once no thread reads from it."""
         with self._lock:
-            entry = self._open.get((owner, path))
-            if entry is not None and entry.users == 0:
-                os.close(self._open.pop((owner, path)).handle)
+            self._open.pop((owner, path), None)
 
     def close_all(self, owner: int) -> None:
         """Close what a dead owner had open; a collection of garbage may call this while this thread has the lock."""
@@ -227,7 +220,7 @@ class _ReadHandles:
         while self._gone:
             owner = self._gone.popleft()
             for name in [name for name in self._open if name[0] == owner]:
-                os.close(self._open.pop(name).handle)
+                del self._open[name]
 
     def _opened(self, path: str) -> int:
         try:
@@ -235,13 +228,8 @@ class _ReadHandles:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            self._close_unused(0)
+            self._open.clear()
             return _open_regular(path)
-
-    def _close_unused(self, most: int) -> None:
-        unused = (name for name, entry in self._open.items() if entry.users == 0)
-        for name in list(islice(unused, len(self._open) - most)):
-            os.close(self._open.pop(name).handle)
 
 
 _HANDLES = _ReadHandles()

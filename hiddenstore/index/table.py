@@ -20,6 +20,7 @@ COLUMNS = (*NUMBERS, "split")
 ID_BYTES = 16
 _AT_ONCE = 1 << 20
 
+_HEX_START = re.compile(rf"[0-9a-f]{{0,{2 * ID_BYTES}}}")
 _HEX_ID = re.compile(rf"[0-9a-f]{{{2 * ID_BYTES}}}")
 
 
@@ -107,12 +108,11 @@ class Ids(Sequence[str]):
         """Where ids that start with ``text`` lie in ids that are sorted: first, and one behind the last."""
         if not self.packed:
             low, high = text.encode(), text.encode() + b"\x7f"
-        elif re.fullmatch(rf"[0-9a-f]{{0,{2 * ID_BYTES}}}", text):
+        elif _HEX_START.fullmatch(text):
             low, high = (bytes.fromhex(text.ljust(2 * ID_BYTES, digit)) for digit in "0f")
         else:
             return 0, 0
-        left = int(np.searchsorted(self.values, low, side="left"))
-        return left, int(np.searchsorted(self.values, high, side="right"))
+        return int(self.values.searchsorted(low)), int(self.values.searchsorted(high, side="right"))
 
 
 @dataclass

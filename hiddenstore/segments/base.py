@@ -7,7 +7,7 @@ rows, the rest belongs to the unit.
 Shapes: L aux layers, T tokens of the unit, t tokens of one sample, R final rows of the unit, r of one sample, D width.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -121,18 +121,18 @@ class ContainerReader(Protocol):
     FormatError ``array-invalid``; both name the file.
     """
 
-    def plain(self, name: str, index: int) -> np.ndarray:
-        """What the ``index``-th sample has in ``input_ids``, ``loss_mask``, ``spans`` or ``final_rows``.
+    def plain(self, names: Sequence[str], index: int) -> list[np.ndarray]:
+        """What the ``index``-th sample has in some of ``input_ids``, ``loss_mask``, ``spans`` and ``final_rows``.
 
         int32 [t], uint8 [t], int32 [n, 3] of (role, start, end) and int32 [r]; the caller's own.
         """
 
     def encoded(
-        self, group: FieldGroup, index: int, layers: Sequence[int], out: Sequence[Tensor] | None = None
+        self, group: FieldGroup, index: int, layers: Sequence[int], out: Collection[np.ndarray] | None = None
     ) -> Encoded:
         """The sample's states in some layers of the group, still encoded; raw rows are counted in the sample.
 
-        ``out``: contiguous tensors [rows of the sample, C], one a layer, that the codes are read into.
+        ``out``: contiguous arrays [rows of the sample, C], one a layer, that the codes are read into.
         """
 
     def decode(self, group: FieldGroup, index: int, layers: Sequence[int], out: Tensor) -> None:
@@ -195,7 +195,7 @@ def rows_fault(final_rows: np.ndarray, tokens: int) -> str | None:
     """Positions int32 [r] ascend inside their sample."""
     if not len(final_rows):
         return None
-    ascending = final_rows[0] >= 0 and final_rows[-1] < tokens and (np.diff(final_rows) > 0).all()
+    ascending = final_rows[0] >= 0 and final_rows[-1] < tokens and (final_rows[1:] > final_rows[:-1]).all()
     return None if ascending else f"they are not ascending positions of {tokens:,} tokens"
 
 

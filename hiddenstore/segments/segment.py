@@ -4,8 +4,7 @@ Shapes: L layers asked for, t tokens of one sample, r final rows of one sample, 
 """
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 
@@ -44,6 +43,8 @@ from hiddenstore.segments.many import (
 )
 from hiddenstore.segments.rows import ends_of
 from schemas import FINAL, CaptureSpec, CommitRecord, FileEntry, SampleEntry
+
+_LOST = CorruptionError, NotFoundError
 
 
 def write_encoded(
@@ -87,8 +88,10 @@ class SegmentReader:
         """Tokens, mask and spans of the ``index``-th sample."""
         entry = self.record.samples[index]
         input_ids, loss_mask = self.tokens(index)
-        with self._named(entry):
-            spans = self._unit.plain(SPANS, index)
+        try:
+            (spans,) = self._unit.plain([SPANS], index)
+        except _LOST as error:
+            raise self._with_samples(error, entry) from error
         self._require(SPANS, entry, spans_fault(spans, entry.tokens))
         return Sample(entry.id, input_ids, loss_mask, spans, entry.split, images=entry.images)
 
@@ -96,16 +99,20 @@ class SegmentReader:
         """The ``index``-th sample's tokens int32 [t] and mask uint8 [t] alone; ``is_counted`` False where the record is
         a guess that does not know yet how many tokens are supervised."""
         entry = self.record.samples[index]
-        with self._named(entry):
-            input_ids, loss_mask = self._unit.plain(INPUT_IDS, index), self._unit.plain(LOSS_MASK, index)
+        try:
+            input_ids, loss_mask = self._unit.plain([INPUT_IDS, LOSS_MASK], index)
+        except _LOST as error:
+            raise self._with_samples(error, entry) from error
         self._require(INPUT_IDS, entry, tokens_fault(input_ids, self.capture.target.vocab_size), Kind.TOKEN_RANGE)
         self._require(LOSS_MASK, entry, mask_fault(loss_mask, entry.supervised if is_counted else None))
         return input_ids, loss_mask
 
     def final_rows(self, index: int) -> np.ndarray:
         """The token positions of the ``index``-th sample's final rows: int32 [r], ascending."""
-        with self._named(self.record.samples[index]):
+        try:
             return self._final_rows(index, True)
+        except _LOST as error:
+            raise self._with_samples(error, self.record.samples[index]) from error
 
     def read(self, index: int, layers: Sequence[int] | None = None, final: bool = True) -> Record:
         """One sample with its states decoded: aux bf16 [L, t, D] in the order of ``layers`` (default: all stored).
@@ -129,13 +136,15 @@ class SegmentReader:
         hidden = aux.new_empty((0, aux.shape[-1])) if final is None else final
         topk = None
         sample = self.sample(index)
-        with self._named(self.record.samples[index]):
+        try:
             self._unit.decode(self._aux, index, positions, aux)
             if finals and self.capture.holds_topk:
                 topk = unpack_rows(self._final_codes(index, finals))
             elif finals:
                 self._unit.decode(self._final, index, finals, hidden[None])
             return Record(sample, aux, hidden, self._final_rows(index, final is not None), topk)
+        except _LOST as error:
+            raise self._with_samples(error, self.record.samples[index]) from error
 
     def lengths(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and final rows int64 [S] of samples, by the record."""
@@ -161,27 +170,31 @@ class SegmentReader:
         index: int,
         layers: Sequence[int] | None = None,
         final: bool = True,
-        out: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
+        out: tuple[Collection[np.ndarray], Collection[np.ndarray]] | None = None,
     ) -> tuple[Encoded, Encoded, np.ndarray]:
         """The same still encoded, to be moved and decoded on another device: aux, final and final_rows int32 [r].
 
         ``get_codec(capture.codecs.aux).decode(aux)`` gives bf16 [L, t, D], the final codec's [1, r, D] (for top tokens
-        ``unpack_rows``); without final, the final part has no codes. ``out``: tensors [t, C] of
-        the layers and [r, C] of the final to read the codes into.
+        ``unpack_rows``); without final, the final part has no codes. ``out``: arrays [t, C] of
+        the layers and [r, C] of the final to read the codes into, which are the memory of what is returned.
         """
         finals = self._finals(final)
         aux_out, final_out = (None, None) if out is None else out
-        with self._named(self.record.samples[index]):
+        try:
             return (
                 self._unit.encoded(self._aux, index, self._positions(layers), aux_out),
                 self._final_codes(index, finals, final_out),
                 self._final_rows(index, final),
             )
+        except _LOST as error:
+            raise self._with_samples(error, self.record.samples[index]) from error
 
     def _positions(self, layers: Sequence[int] | None) -> list[int]:
         stored = self.capture.stored_layers
-        self.require_layers(layers or (), stored)
-        return list(range(len(stored))) if layers is None else [stored.index(layer) for layer in layers]
+        if layers is None:
+            return list(range(len(stored)))
+        self.require_layers(layers, stored)
+        return [stored.index(layer) for layer in layers]
 
     def require_layers(self, layers: Sequence[int], held: Sequence[int] | None = None) -> None:
         """Refuse layers that are not ``held`` (None: stored or rebuilt): ConfigError ``layer-missing``."""
@@ -197,11 +210,11 @@ class SegmentReader:
     def _final_rows(self, index: int, final: bool) -> np.ndarray:
         if not final or self.capture.final == "none":
             return np.zeros(0, dtype=np.int32)
-        entry, final_rows = self.record.samples[index], self._unit.plain(FINAL_ROWS, index)
+        entry, (final_rows,) = self.record.samples[index], self._unit.plain([FINAL_ROWS], index)
         self._require(FINAL_ROWS, entry, rows_fault(final_rows, entry.tokens))
         return final_rows
 
-    def _final_codes(self, index: int, finals: Sequence[int], out: Sequence[Tensor] | None = None) -> Encoded:
+    def _final_codes(self, index: int, finals: Sequence[int], out: Collection[np.ndarray] | None = None) -> Encoded:
         encoded = self._unit.encoded(self._final, index, finals, out)
         if finals and self.capture.holds_topk:
             topk, entry = unpack_rows(encoded), self.record.samples[index]
@@ -217,18 +230,10 @@ class SegmentReader:
                 kind=kind,
             )
 
-    @contextmanager
-    def _named(self, entry: SampleEntry) -> Iterator[None]:
-        """Errors leave with the samples that cannot be read: this one for a chunk, all of the unit for the rest."""
-        try:
-            yield
-        except CorruptionError as error:
-            raise self._with_samples(error, entry) from error
-        except NotFoundError as error:
-            missing = CorruptionError(f"{error.message}, but unit {self.record.unit} needs it", kind=Kind.FILE_MISSING)
-            raise self._with_samples(missing, entry) from error
-
-    def _with_samples(self, error: CorruptionError, entry: SampleEntry) -> CorruptionError:
+    def _with_samples(self, error: CorruptionError | NotFoundError, entry: SampleEntry) -> CorruptionError:
+        """The error with the samples that cannot be read: this one for a chunk, all of the unit for the rest."""
+        if isinstance(error, NotFoundError):
+            error = CorruptionError(f"{error.message}, but unit {self.record.unit} needs it", kind=Kind.FILE_MISSING)
         # A damaged file of the target costs no sample: with another copy of it all are read.
         if error.samples or error.path.startswith(f"{TARGET_DIR}/"):
             return error

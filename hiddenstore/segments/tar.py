@@ -11,7 +11,7 @@ import json
 import math
 import tarfile
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from operator import sub
@@ -28,7 +28,6 @@ from hiddenstore.codecs.base import (
     Encoded,
     SmallField,
     fresh,
-    raw_places,
     select_small,
     small_of_rows,
 )
@@ -50,7 +49,7 @@ from hiddenstore.segments.base import (
 )
 from hiddenstore.segments.files import CHUNK_CORRUPT, HashedFile, SegmentFiles, write_bytes
 from hiddenstore.segments.many import Many, Mixed, NotTogetherError, Wanted, sample_places, unit_arrays
-from hiddenstore.segments.rows import ends_of
+from hiddenstore.segments.rows import ends_of, row_numbers
 from hiddenstore.segments.tar_members import (
     BLOCK_BYTES,
     HEADER_BYTES,
@@ -275,23 +274,25 @@ class TarUnit:
         self.members = TarMembers(self._files, record)
         self._shared: dict[str, np.ndarray] = {}
 
-    def plain(self, name: str, index: int) -> np.ndarray:
-        entry, field = self._record.samples[index], f"{name}.npy"
+    def plain(self, names: Sequence[str], index: int) -> list[np.ndarray]:
+        entry, fields = self._record.samples[index], [f"{name}.npy" for name in names]
         shapes: dict[str, Shape] = {SPANS: (-1, 3), FINAL_ROWS: (entry.final_rows,)}
-        dtype = "uint8" if name == LOSS_MASK else "int32"
-        (member,) = self.members.of_sample(index, [(field, None)])
-        return self._values(field, member, dtype, shapes.get(name, (entry.tokens,))).copy()
+        members, arrays = self.members.of_sample(index, [(field, None) for field in fields]), []
+        for name, field, member in zip(names, fields, members, strict=True):
+            dtype = "uint8" if name == LOSS_MASK else "int32"
+            arrays.append(self._values(field, member, dtype, shapes.get(name, (entry.tokens,))).copy())
+        return arrays
 
     def encoded(
-        self, group: FieldGroup, index: int, layers: Sequence[int], out: Sequence[Tensor] | None = None
+        self, group: FieldGroup, index: int, layers: Sequence[int], out: Collection[np.ndarray] | None = None
     ) -> Encoded:
         if not layers:
             return Encoded([])
         rows, codec = len(group.rows_of(self._record.samples[index])), group.codec
         shape, dtype = (rows, codec.code_columns(self.width)), codec.code_dtype
-        codes = [fresh(shape, getattr(torch, dtype)) for _ in layers] if out is None else list(out)
+        codes = [fresh(shape, getattr(torch, dtype)).numpy() for _ in layers] if out is None else out
         names = [_code_name(group, layer) for layer in layers]
-        targets = [target.numpy().reshape(-1).view(np.uint8) for target in codes]
+        targets = [target.reshape(-1).view(np.uint8) for target in codes]
         is_direct = not codec.compressed and group.masked is None
         bodies = [(name, target if is_direct else None) for name, target in zip(names, targets, strict=True)]
         beside = [_small_name(group, name) for name in _of_samples(group)]
@@ -307,7 +308,7 @@ class TarUnit:
                 group.masked.from_pieces(pieces, fine, target.reshape(shape))
             elif member.tobytes() != npy_header(dtype, shape):
                 raise self._files.misfit(TAR, f"{name} is not {dtype} {list(shape)}")
-        return Encoded(codes, self._small(group, layers, rows, read))
+        return Encoded([torch.from_numpy(target) for target in codes], self._small(group, layers, rows, read))
 
     def decode(self, group: FieldGroup, index: int, layers: Sequence[int], out: Tensor) -> None:
         if not layers or not out.shape[1]:
@@ -315,7 +316,7 @@ class TarUnit:
         if group.codec.small:
             group.states.decode(self.encoded(group, index, layers), out)
         else:
-            self.encoded(group, index, layers, list(out.view(torch.uint16)))
+            self.encoded(group, index, layers, out.view(torch.uint16).numpy())
 
     def _small(
         self, group: FieldGroup, layers: Sequence[int], rows: int, members: Mapping[str, np.ndarray]
@@ -337,7 +338,9 @@ class TarUnit:
         field, spec = _small_name(group, name), group.codec.small[name]
         if field not in self._shared:
             shape = spec.shape({"L": len(group.fields), "D": self.width})
-            self._shared[field] = self._values(field, self.members.of_unit(field), spec.dtype, shape)
+            array = self._values(field, self.members.of_unit(field), spec.dtype, shape)
+            self._require_valid(group, {name: array})
+            self._shared[field] = array
         return self._shared[field]
 
     def _of_layers(
@@ -345,19 +348,20 @@ class TarUnit:
     ) -> dict[str, np.ndarray]:
         """Some layers of small arrays after a check of their values; raw rows are picked and renumbered."""
         fields = group.codec.small
+        own = {name: arrays[name] for name in _of_samples(group)}
         if RAW_INDEX not in fields:
-            self._require_valid(group, arrays)
+            self._require_valid(group, own)
             return select_small(fields, arrays, layers, range(rows))
         index, raw = arrays[RAW_INDEX], arrays[RAW_ROWS]
         if len(index) != len(raw) or (len(index) and not 0 <= index[:, 1].min() <= index[:, 1].max() < rows):
             raise self._files.misfit(TAR, f"raw rows of {group.name} do not lie in their sample")
         if len(index) and not 0 <= index[:, 0].min() <= index[:, 0].max() < len(group.fields):
             raise self._files.misfit(TAR, f"raw rows of {group.name} are of no layer")
-        self._require_valid(group, arrays)
+        self._require_valid(group, own)
         small = select_small(fields, arrays, layers, range(rows))
-        spans = [raw_places(index, layer, range(rows)) for layer in layers]
-        picked = np.array([number for span in spans for number in span], dtype=np.int64)
-        slots = np.repeat(np.arange(len(layers), dtype=np.int32), [len(span) for span in spans])
+        first, last = (index[:, 0].searchsorted(layers, side) for side in ("left", "right"))
+        picked = row_numbers(first, last - first)
+        slots = np.repeat(np.arange(len(layers), dtype=np.int32), last - first)
         return {**small, RAW_INDEX: np.stack([slots, index[picked, 1]], axis=1), RAW_ROWS: raw[picked]}
 
     def _require_valid(self, group: FieldGroup, arrays: Mapping[str, np.ndarray]) -> None:
@@ -440,10 +444,11 @@ class _Together:
         if codec.compressed:
             shape, dtype = (sum(rows), codec.code_columns(self._width)), getattr(torch, codec.code_dtype)
             codes = [torch.empty(shape, dtype=dtype) for _ in layers]
+            arrays = [of_layer.numpy() for of_layer in codes]
             slices = iter(pairwise(ends_of(lengths).tolist()))
             for unit, indices in self._parts:
                 for index, (low, high) in zip(indices.tolist(), slices, strict=False):
-                    unit.encoded(group, index, layers, [of_layer[low:high] for of_layer in codes])
+                    unit.encoded(group, index, layers, [of_layer[low:high] for of_layer in arrays])
             return Mixed(Encoded(codes), rows)
         codes = [torch.from_numpy(self._codes(group, _code_name(group, layer), lengths)) for layer in layers]
         return Mixed(Encoded(codes, self._small(group, layers, lengths) if codec.small else {}), rows)

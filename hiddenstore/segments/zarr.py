@@ -7,9 +7,9 @@ names, so that even a file in another's place is seen. Reads touch only the rows
 Shapes: L layers asked for, T tokens of the unit, t rows of one sample, D width, N raw rows.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -61,7 +61,7 @@ from hiddenstore.segments.zarr_arrays import (
     write_sharded,
 )
 from hiddenstore.threads import Lock
-from schemas import FINAL, CaptureSpec, CommitRecord, FileEntry
+from schemas import FINAL, CaptureSpec, CommitRecord, FileEntry, SampleEntry
 
 _PLAIN_ARRAYS = 4
 _RAW_CHUNK_BYTES = 1 << 14
@@ -170,8 +170,11 @@ class ZarrUnit:
         # Threads that meet at an unopened array would all open it.
         self._opening = Lock()
 
-    def plain(self, name: str, index: int) -> np.ndarray:
+    def plain(self, names: Sequence[str], index: int) -> list[np.ndarray]:
         entry = self._record.samples[index]
+        return [self._of_sample(name, index, entry) for name in names]
+
+    def _of_sample(self, name: str, index: int, entry: SampleEntry) -> np.ndarray:
         if name == SPANS:
             spans = self._spans()
             return spans[spans[:, 0] == index, 1:].copy()
@@ -213,7 +216,7 @@ class ZarrUnit:
         return (final_start, final_rows) if final else (start, tokens)
 
     def encoded(
-        self, group: FieldGroup, index: int, layers: Sequence[int], out: Sequence[Tensor] | None = None
+        self, group: FieldGroup, index: int, layers: Sequence[int], out: Collection[np.ndarray] | None = None
     ) -> Encoded:
         return self.encoded_runs(group, layers, self.runs(group, index), out)
 
@@ -249,18 +252,17 @@ class ZarrUnit:
         return _GAP_BYTES // group.codec.code_columns(self._width)
 
     def encoded_runs(
-        self, group: FieldGroup, layers: Sequence[int], runs: Sequence[range], out: Sequence[Tensor] | None = None
+        self, group: FieldGroup, layers: Sequence[int], runs: Sequence[range], out: Collection[np.ndarray] | None = None
     ) -> Encoded:
         """Rows of some runs, end to end; raw rows are counted in all of them."""
-        codec, ends = group.codec, ends_of([len(run) for run in runs])
+        codec, ends = group.codec, list(accumulate(map(len, runs), initial=0))
         if out is None:
-            shape, dtype = (int(ends[-1]), codec.code_columns(self._width)), getattr(torch, codec.code_dtype)
-            out = [fresh(shape, dtype) for _ in layers]
-        for run, (start, stop) in zip(runs, pairwise(ends.tolist()), strict=True):
-            self._read_codes(group, layers, run, [codes[start:stop] for codes in out] if len(runs) > 1 else out)
-        if not codec.small or not layers:
-            return Encoded(list(out), {})
-        return Encoded(list(out), joined_small(codec.small, [self._small_of(group, layers, run) for run in runs], ends))
+            shape, dtype = (ends[-1], codec.code_columns(self._width)), getattr(torch, codec.code_dtype)
+            out = [fresh(shape, dtype).numpy() for _ in layers]
+        for run, start, stop in zip(runs, ends, ends[1:], strict=False):
+            self._read_codes(group, layers, run, [codes[start:stop] for codes in out])
+        parts = [self._small_of(group, layers, run) for run in runs] if codec.small and layers else [{}]
+        return Encoded([torch.from_numpy(codes) for codes in out], joined_small(codec.small, parts, ends))
 
     def _decode_rows(self, group: FieldGroup, rows: range, layers: Sequence[int], out: Tensor) -> None:
         if not rows or not layers:
@@ -278,17 +280,17 @@ class ZarrUnit:
             raw = torch.from_numpy(small[RAW_INDEX].astype(np.int64))
             out[raw[:, 0], raw[:, 1]] = torch.from_numpy(small[RAW_ROWS]).view(torch.bfloat16)
 
-    def _read_codes(self, group: FieldGroup, layers: Sequence[int], rows: range, codes: Sequence[Tensor]) -> None:
-        """The codes of some rows into a tensor [n, C] a layer."""
+    def _read_codes(self, group: FieldGroup, layers: Sequence[int], rows: range, codes: Collection[np.ndarray]) -> None:
+        """The codes of some rows into an array [n, C] a layer."""
         for target, layer in zip(codes, layers, strict=True):
             if group.masked is None:
-                self._codes(group, layer).read_rows(rows.start, rows.stop, target.numpy())
+                self._codes(group, layer).read_rows(rows.start, rows.stop, target)
                 continue
             fine, ends = self._classes(group.masked)
             start, stop = int(ends[rows.start]), int(ends[rows.stop])
             pieces = np.empty((stop - start, group.masked.piece_bytes(self._width)), dtype=np.uint8)
             self._codes(group, layer).read_rows(start, stop, pieces)
-            group.masked.from_pieces(pieces, fine[rows.start : rows.stop], target.numpy())
+            group.masked.from_pieces(pieces, fine[rows.start : rows.stop], target)
 
     def _classes(self, codec: MaskedCodec) -> tuple[np.ndarray, np.ndarray]:
         """The class of every row of the unit bool [T], and the pieces before each int64 [T + 1]; made once."""
@@ -308,12 +310,13 @@ class ZarrUnit:
         if unit.raw_rows is None:
             return small
         borders = [layer * unit_rows + row for layer in layers for row in (rows.start, rows.stop)]
-        spans = np.searchsorted(unit.raw_positions, borders).reshape(-1, 2).tolist()
-        count = sum(stop - start for start, stop in spans)
+        spans = unit.raw_positions.searchsorted(borders).tolist()
+        starts, stops = spans[::2], spans[1::2]
+        count = sum(stops) - sum(starts)
         index = np.empty((count, 2), dtype=np.int32)
         raw = np.empty((count, self._width), dtype=np.uint16)
         first = 0
-        for slot, (layer, (start, stop)) in enumerate(zip(layers, spans, strict=True)):
+        for slot, (layer, start, stop) in enumerate(zip(layers, starts, stops, strict=True)):
             if start == stop:
                 continue
             last = first + stop - start
@@ -351,10 +354,13 @@ class ZarrUnit:
         return positions, self._shard(f"{group.name}_{RAW_ROWS}", "uint16", (len(index), self._width), False)
 
     def _codes(self, group: FieldGroup, layer: int) -> ShardReader:
+        name = group.fields[layer]
+        if name in self._shards:
+            return self._shards[name]
         shape = (self.group_rows(group), group.codec.code_columns(self._width))
         if group.masked is not None:
             shape = (int(self._classes(group.masked)[1][-1]), group.masked.piece_bytes(self._width))
-        return self._shard(group.fields[layer], group.codec.code_dtype, shape, group.codec.compressed)
+        return self._shard(name, group.codec.code_dtype, shape, group.codec.compressed)
 
     def _shard(self, name: str, dtype: str, shape: tuple[int, ...], compressed: bool) -> ShardReader:
         if name not in self._shards:

@@ -16,6 +16,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain, count
+from operator import sub
 from typing import Any
 
 import numpy as np
@@ -34,8 +36,8 @@ METADATA = "zarr.json"
 CRC_BYTES = 4
 INDEX_ENTRY_BYTES = 16
 CHUNK_CRCS = "chunk_crc32c"
-# Plain chunks from this size on start at multiples of ALIGNMENT and are read straight into place: the kernel copies
-# them up to three times faster where source and destination lie alike.
+# Plain chunks from this size on start at multiples of ALIGNMENT: on some machines the kernel copies them up to three
+# times faster where source and destination lie alike.
 DIRECT_CHUNK_BYTES = 1 << 16
 ALIGNMENT = 64
 
@@ -47,8 +49,10 @@ CHECK_CHUNKS = True
 # What a request brought is still in a core's own cache when it is checked and copied; smaller ones cost more calls.
 _REQUEST_BYTES = 1 << 19
 _REMOTE_REQUEST_BYTES = 1 << 21
-# Without a check nothing is looked at again; a call takes at most 1,024 pieces, two a chunk of 64 KiB or more.
+# Without a check nothing is looked at again.
 _UNCHECKED_BYTES = 1 << 21
+# A call takes at most 1,024 pieces, two a chunk and two more.
+_MOST_CHUNKS = 511
 # Room for the checksum of a chunk and the gap behind it.
 _TAIL_BYTES = 2 * ALIGNMENT
 
@@ -95,7 +99,7 @@ class ArraySpec:
 
     @property
     def direct(self) -> bool:
-        """Whether chunks are aligned in the shard and read without a copy."""
+        """Whether chunks are aligned in the shard."""
         return not self.compressed and self.chunk_bytes >= DIRECT_CHUNK_BYTES
 
     @property
@@ -304,7 +308,7 @@ class ShardReader:
         self._file_size = file_size
         self._dtype = np.dtype(spec.dtype).newbyteorder("<")
         self._rows = spec.chunk_rows or 1
-        self._row_bytes, self._chunk_bytes, self._direct = spec.row_bytes, spec.chunk_bytes, spec.direct
+        self._row_bytes, self._chunk_bytes, self._compressed = spec.row_bytes, spec.chunk_bytes, spec.compressed
         self._request_bytes = _REMOTE_REQUEST_BYTES if fs.prefers_few_files else _REQUEST_BYTES
         self._bounds: list[tuple[int, int]] | None = None
         named = spec.attributes.get(CHUNK_CRCS)
@@ -315,20 +319,21 @@ class ShardReader:
 
     def read_rows(self, start: int, stop: int, out: np.ndarray) -> None:
         """Rows [start, stop) into ``out`` [stop - start, width], C-contiguous and of the array's dtype."""
-        rows, bounds = self._rows, self._index()
+        rows = self._rows
         if not 0 <= start <= stop <= self.spec.shape[0]:
             raise IndexError(f"rows {start}…{stop} of {self.spec.shape[0]}")
         if start == stop:
             return
         chunk, last = start // rows, -(-stop // rows)
-        if self._direct:
+        if not self._compressed:
             self._read_direct(chunk, last, start, out.reshape(-1).view(np.uint8))
             return
+        bounds = self._index()
         while chunk < last:
             end = chunk + 1
             while end < last and bounds[end][1] - bounds[chunk][0] <= self._request_bytes:
                 end += 1
-            self._read_copied(chunk, end, start, stop, out)
+            self._read_compressed(chunk, end, start, stop, out)
             chunk = end
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -350,35 +355,35 @@ class ShardReader:
         ``out`` holds the rows from ``start`` on. What the first and the last chunk have outside of it goes to memory of
         this thread, and so do the checksums.
         """
-        bounds, size, last = self._index(), self._chunk_bytes, end - 1
+        bounds, size = self._index(), self._chunk_bytes
         begin = chunk * size - start * self._row_bytes
         before, after = -begin, max(0, begin + (end - chunk) * size - out.size)
-        step = max(1, (self._request_bytes if CHECK_CHUNKS else _UNCHECKED_BYTES) // size)
-        with Scratch(before + after + step * _TAIL_BYTES, bounds[chunk][0]) as spare:
+        step = min(_MOST_CHUNKS, max(1, (self._request_bytes if CHECK_CHUNKS else _UNCHECKED_BYTES) // size))
+        with Scratch(before + after + (end - chunk) * _TAIL_BYTES, bounds[chunk][0]) as spare:
             target, room = out.data, spare.data
             head, tail, sums = room[:before], room[before : before + after], room[before + after :]
-            for first in range(chunk, end, step):
-                stop, at = min(end, first + step), 0
-                pieces: list[memoryview] = []
-                bodies: list[list[memoryview]] = []
-                for number in range(first, stop):
-                    place = begin + (number - chunk) * size
-                    body = [target[max(0, place) : place + size]]
-                    if place < 0:
-                        body.insert(0, head)
-                    if number == last and after:
-                        body.append(tail)
-                    gap = bounds[number + 1][0] - bounds[number][0] - size if number + 1 < stop else CRC_BYTES
-                    pieces += (*body, sums[at : at + gap])
-                    bodies.append(body)
-                    at += _TAIL_BYTES
-                self._fs.read_scatter(self._path, bounds[first][0], pieces)
+            starts = [bound[0] for bound in bounds[chunk:end]]
+            bodies = [target[max(0, place) : place + size] for place in range(begin, begin + len(starts) * size, size)]
+            gaps = [*map(sub, starts[1:], starts), size + CRC_BYTES]
+            ends = [sums[at : at + gap - size] for at, gap in zip(count(0, _TAIL_BYTES), gaps, strict=False)]
+            for first in range(0, len(starts), step):
+                stop = min(len(starts), first + step)
+                pieces = list(chain.from_iterable(zip(bodies[first:stop], ends[first:stop], strict=True)))
+                if first == 0:
+                    pieces.insert(0, head)
+                if stop == len(starts):
+                    pieces.insert(-1, tail)
+                self._fs.read_scatter(self._path, starts[first], pieces)
                 if CHECK_CHUNKS:
-                    ends = (sums[at : at + CRC_BYTES] for at in range(0, at, _TAIL_BYTES))
-                    self._verify(first, [_crc_of(body) for body in bodies], [int.from_bytes(e, "little") for e in ends])
+                    crc = 0 if first else crc32c(head)
+                    crcs = [crc32c(bodies[first], crc), *map(crc32c, bodies[first + 1 : stop])]
+                    if stop == len(starts):
+                        crcs[-1] = crc32c(tail, crcs[-1])
+                    stored = [int.from_bytes(end[:CRC_BYTES], "little") for end in ends[first:stop]]
+                    self._verify(chunk + first, crcs, stored)
 
-    def _read_copied(self, chunk: int, end: int, start: int, stop: int, out: np.ndarray) -> None:
-        """Chunks [chunk, end) through memory of this thread: small ones and compressed ones."""
+    def _read_compressed(self, chunk: int, end: int, start: int, stop: int, out: np.ndarray) -> None:
+        """Chunks [chunk, end) through memory of this thread."""
         bounds = self._index()
         first = bounds[chunk][0]
         with Scratch(bounds[end - 1][1] - first, first) as buffer:
@@ -387,26 +392,8 @@ class ShardReader:
             if CHECK_CHUNKS:
                 crcs = [crc32c(one[:-CRC_BYTES]) for one in stored]
                 self._verify(chunk, crcs, [int.from_bytes(one[-CRC_BYTES:], "little") for one in stored])
-            if not self.spec.compressed:
-                self._copy_rows(chunk, buffer.reshape(end - chunk, -1), start, stop, out)
-                return
             for index, one in enumerate(stored, start=chunk):
                 self._copy_decompressed(index, one[:-CRC_BYTES], start, stop, out)
-
-    def _copy_rows(self, chunk: int, stored: np.ndarray, start: int, stop: int, out: np.ndarray) -> None:
-        """The rows of [start, stop) out of chunks uint8 [n, bytes] from number ``chunk`` on."""
-        rows = self._rows
-        values = stored[:, :-CRC_BYTES].view(self._dtype).reshape(len(stored), rows, -1)
-        first = chunk * rows
-        low, high = max(start, first) - first, min(stop, first + len(stored) * rows) - first
-        target = out[first + low - start : first + high - start]
-        head = min(-(-low // rows) * rows, high)
-        tail = max(high // rows * rows, head)
-        np.copyto(target[: head - low], values[0, low:head])
-        middle = values[head // rows : tail // rows]
-        np.copyto(target[head - low : tail - low].reshape(middle.shape), middle)
-        if tail < high:
-            np.copyto(target[tail - low :], values[tail // rows, : high - tail])
 
     def _copy_decompressed(self, index: int, body: np.ndarray, start: int, stop: int, out: np.ndarray) -> None:
         """The rows of [start, stop) out of one compressed chunk uint8 [bytes]."""
@@ -467,13 +454,6 @@ class ShardReader:
         gaps = offsets - np.concatenate([[0], (offsets + lengths)[:-1]])
         fitting = (lengths >= smallest) & (lengths <= largest) & (gaps >= 0) & (gaps < loosest)
         return bool(fitting.all()) and int(offsets[-1] + lengths[-1]) == stop
-
-
-def _crc_of(pieces: list[memoryview]) -> int:
-    crc = 0
-    for piece in pieces:
-        crc = crc32c(piece, crc)
-    return crc
 
 
 def _check_crc(fs: Filesystem, path: str, data: np.ndarray, what: str, kind: Kind) -> None:

@@ -97,9 +97,9 @@ def assert_reads_alike(one: SegmentReader, other: SegmentReader, choices: Sequen
             parts, others = one.read_encoded(index, layers), other.read_encoded(index, layers)
             assert same_part(parts[0], others[0])
             assert same_part(parts[1], others[1])
-            room = tuple([torch.empty_like(codes) for codes in part.codes] for part in parts[:2])
+            room = tuple([np.empty_like(codes.numpy()) for codes in part.codes] for part in parts[:2])
             assert same_part(other.read_encoded(index, layers, out=room)[0], parts[0])
-            assert all(map(same, (*room[0], *room[1]), (*parts[0].codes, *parts[1].codes)))
+            assert all(map(np.array_equal, (*room[0], *room[1]), (*parts[0].codes, *parts[1].codes)))
 
 
 def test_every_container_a_store_may_name_is_there() -> None:
