@@ -267,3 +267,23 @@ def test_a_collect_or_gc_that_sleeps_undoes_nothing_of_what_others_did(
     make: Callable[[], FaultFilesystem], work: Work, figures: Figures
 ) -> None:
     check(make, work, figures)
+
+
+def saved() -> FaultFilesystem:
+    fs = lossy()
+    Store.open(fs).save_snapshot("s")
+    return fs
+
+
+@pytest.mark.parametrize(("make", "others"), [(lossy, sweep), (saved, lambda fs: Store.open(fs).remove_snapshot("s"))])
+def test_a_gc_comes_to_its_end_whatever_others_remove_meanwhile(
+    make: Callable[[], FaultFilesystem], others: Work
+) -> None:
+    store = make()
+    for at in count():
+        fs = store.copy()
+        sleepy = SleepyDisk(fs.disk, at, partial(others, fs))
+        sweep(LocalFilesystem(ROOT, disk=sleepy))
+        if sleepy.operation is None:
+            break
+    assert at > 10
