@@ -287,3 +287,22 @@ def test_a_gc_comes_to_its_end_whatever_others_remove_meanwhile(
         if sleepy.operation is None:
             break
     assert at > 10
+
+
+def test_a_writer_that_slept_has_lost_where_a_repair_has_made_its_name_free_again() -> None:
+    fs = whole()
+    store, unit = Store.open(fs), next(iter(INPUT.units()))
+    path = f"{layout.COMMITS_DIR}/{unit.name}.json"
+    tar = f"{store.catalog[store.catalog.names.index(f'{unit.name}.json')].record.segment}/samples.tar"
+    flip(fs, path, 700)
+    fs.disk.overwrite(f"{fs.root}/{tar}", b"")
+    repair_all(fs)
+    assert fs.size(path) is None
+    record = write_unit(store, unit.name, INPUT.info.digest, random_records(unit.samples, CAPTURE), (), ENGINE)
+    # An import that was told of a commit would delete the only other copy.
+    assert record is None
+    assert not {sample.id for sample in unit.samples} & {*Store.open(fs).sample_ids}
+    collect(fs)
+    sweep(fs)
+    assert contents(Store.open(fs)) == reference()
+    assert verify(fs, "bytes").findings == []
