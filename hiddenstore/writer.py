@@ -188,7 +188,7 @@ def write_encoded_unit(
 
 
 def publish_segment(fs: Filesystem, record: CommitRecord, revision: int = 0) -> bool:
-    """Publish the record of a segment that is durable; False when another attempt was first.
+    """Publish the record of a segment that is durable; False when another attempt was first, or a later one counts.
 
     A lost race and a full disk sweep the segment. Raises StorageError: ``segment-swept``: the segment is no longer
     there; nothing is published."""
@@ -198,7 +198,8 @@ def publish_segment(fs: Filesystem, record: CommitRecord, revision: int = 0) -> 
             raise StorageError(problem, kind=Kind.SEGMENT_SWEPT, hint="run the same command again")
     try:
         if publish_commit(fs, record, revision):
-            return True
+            # A repair may have set a damaged record of this name aside; then its own counts.
+            return fs.size(layout.commit_path(record.unit, revision + 1)) is None
     except StorageError as error:
         if error.kind == Kind.DISK_FULL and fs.size(layout.commit_path(record.unit, revision)) is None:
             sweep(fs, record.segment)

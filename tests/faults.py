@@ -15,12 +15,13 @@ True
 
 import errno
 import os
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, product
-from typing import Literal
+from typing import Any, Literal
 
 from hiddenstore.errors import Kind, StorageError
 from hiddenstore.fs.disk import PosixDisk
@@ -157,6 +158,15 @@ class FaultDisk(PosixDisk):
         else:
             folder.names[name] = folder.durable[name] = _File(bytearray(data), data)
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no file is being written."""
+        return not self._open
+
+    def become(self, other: "FaultDisk") -> None:
+        """Hold what another disk holds; no file may be open."""
+        self._root = other.survivor("kept", "kept")._root
+
     def make_folder(self, path: str) -> None:
         with self._operation(f"make_folder {path}"):
             folder, name = self._parent(path)
@@ -213,6 +223,8 @@ class FaultDisk(PosixDisk):
         with self._operation(f"remove_folder {path}"):
             folder, name = self._parent(path)
             gone = folder.names.get(name)
+            if gone is None:
+                raise _error(errno.ENOENT, path)
             if not isinstance(gone, _Folder) or gone.names:
                 raise _error(errno.ENOTEMPTY)
             del folder.names[name]
@@ -347,6 +359,33 @@ class FaultDisk(PosixDisk):
             node = folder.names[name]
             assert isinstance(node, _Folder)
             folder = node
+
+
+class SleepyDisk(PosixDisk):
+    """A disk as a process sees it that sleeps before its operation ``at`` (counted from 0, reads too): ``meanwhile`` is
+    what others do until it wakes. ``operation`` is the one it slept before, None where it has done fewer."""
+
+    def __init__(self, disk: FaultDisk, at: int, meanwhile: Callable[[], None]) -> None:
+        self.operation: str | None = None
+        self._disk, self._at, self._meanwhile = disk, at, meanwhile
+        self._count, self._lock = count(), threading.Lock()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in _OPERATIONS:
+            return object.__getattribute__(self, name)
+        method = getattr(self._disk, name)
+
+        def operate(*words: Any) -> Any:
+            with self._lock:
+                if next(self._count) == self._at:
+                    self.operation = f"{name} {words[0]}"
+                    self._meanwhile()
+            return method(*words)
+
+        return operate
+
+
+_OPERATIONS = {name for name in vars(PosixDisk) if not name.startswith("_")}
 
 
 class FaultFilesystem(LocalFilesystem):

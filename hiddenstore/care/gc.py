@@ -85,10 +85,26 @@ def gc(
                 else:
                     (sweep.remove if item.age_s >= older_than_s else sweep.wait).append(item)
     if not dry_run:
-        for item in sweep.remove:
-            fs.remove_tree(item.path)
+        # Planning takes as long as reading every record does: a writer may have gone on.
+        sweep.remove = [item for item in sweep.remove if _remove(fs, item)]
         sweep.done = True
     return sweep
+
+
+def _remove(fs: Filesystem, item: Garbage) -> bool:
+    """Remove what is still garbage; whether it was."""
+    if item.reason == "unfinished" and _is_named(fs, item.path):
+        return False
+    fs.remove_tree(item.path)
+    return True
+
+
+def _is_named(fs: Filesystem, path: str) -> bool:
+    """Whether the record, or the document of slice states, is there that could still name an unfinished path."""
+    claims = layout.segment_claims(path.rpartition("/")[2])
+    if not claims:
+        return path not in unnamed_slices(fs)
+    return any(fs.size(layout.commit_path(unit, revision)) is not None for unit, revision in claims)
 
 
 def _revisions(fs: Filesystem) -> dict[str, list[int]]:

@@ -1,7 +1,7 @@
 """``repair``: leave out what cannot be read, and say again what no record says. It plans first, acts when told to."""
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +11,7 @@ from pathlib import Path
 from hiddenstore.care.rerecord import UnitFacts, damaged_text, proven_unit, unit_facts
 from hiddenstore.care.stored_unit import recaptured_of, stored_samples, unit_of
 from hiddenstore.commit import DAMAGED
-from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, FormatError, Kind
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, FormatError, Kind, NotFoundError
 from hiddenstore.files import layout
 from hiddenstore.files.damage import reading_only, twice
 from hiddenstore.files.layout import missing
@@ -104,7 +104,7 @@ def repair(location: "str | Path | Filesystem", dry_run: bool = True, accept_los
         readable = {commit.name for commit in store.commit_files}
         for unit in result.units:
             if unit.forget:
-                # Its unit is collected again under the same name, for which no index must speak.
+                # Its unit is collected again, and no index must speak for what was there.
                 for file in live_indexes(fs):
                     if unit.record in file.header.records:
                         set_aside(fs, file.path)
@@ -113,8 +113,7 @@ def repair(location: "str | Path | Filesystem", dry_run: bool = True, accept_los
                 _rewrite(store, rewrites[unit.unit])
             if unit.record not in readable:
                 set_aside(fs, f"{layout.COMMITS_DIR}/{unit.record}")
-        for path in result.aside:
-            set_aside(fs, path)
+        _set_aside_documents(store, result.aside)
         result.done = True
     return result
 
@@ -128,7 +127,10 @@ def _plan(store: Store, result: Repair) -> dict[str, _Rewrite]:
         name = Path(getattr(error, "path", "")).name
         parsed = layout.parse_commit(name)
         if parsed is not None:
-            _plan_unreadable(store, result, rewrites, name, parsed)
+            try:
+                _plan_unreadable(store, result, rewrites, name, parsed)
+            except NotFoundError as gone:
+                raise _raced(parsed.unit) from gone
     for commit in store.commit_files:
         record, parsed = commit.record, layout.parse_commit(commit.name)
         damage = unit_damage(store, record)
@@ -198,23 +200,39 @@ def _rewrite(store: Store, plan: _Rewrite) -> None:
     if not write_encoded_unit(
         store, record.unit, record.input, unit, plan.rejects, record.engine, plan.revision, recaptured
     ):
-        problem = f"unit {record.unit} was repaired by somebody else at the same time"
-        raise ConflictError(problem, kind=Kind.REPAIR_RACED, hint="run it again")
+        raise _raced(record.unit)
 
 
-def damaged_documents(store: Store) -> dict[str, str]:
+def _raced(unit: str) -> ConflictError:
+    problem = f"unit {unit} was repaired by somebody else at the same time"
+    return ConflictError(problem, kind=Kind.REPAIR_RACED, hint="run it again")
+
+
+def _set_aside_documents(store: Store, paths: Collection[str]) -> None:
+    """Reading every unit takes long: another repair may have moved a file, and a collect or a person made it anew."""
+    others = {path for path in paths if not path.startswith(f"{layout.INDEX_DIR}/")}
+    still = damaged_documents(store, others) if others else ()
+    for path in paths:
+        if path not in others or path in still:
+            set_aside(store.fs, path)
+
+
+def damaged_documents(store: Store, paths: Collection[str] | None = None) -> dict[str, str]:
     """Files of the target, inputs, snapshots, replaced commit records, calibration and advice that cannot be read, and
-    snapshots of such a record.
+    snapshots of such a record; those among ``paths`` (default: all).
 
     Path and reason of each. The segments and the records that count are the business of ``repair``.
     """
     damaged: dict[str, str] = {}
     for path, read in _readers(store):
         try:
-            if store.fs.size(path) is not None:
+            if (paths is None or path in paths) and store.fs.size(path) is not None:
                 twice(store.fs, read, path)
         except CorruptionError as error:
             damaged[path] = error.message.partition(" is damaged: ")[2] or error.message
+        except NotFoundError:
+            if store.fs.size(path) is not None:
+                raise
     return damaged
 
 
@@ -252,14 +270,17 @@ def _read_slice(fs: Filesystem) -> None:
         slice_bytes(fs, document)
 
 
-def set_aside(fs: Filesystem, path: str) -> str:
-    """Move a damaged file to ``quarantine/`` under its own path, or with ``.2``, ``.3`` … behind it; the new path.
-    Nothing is ever removed that exists nowhere else. Raises StorageError: the disk refused; the file stays where it
-    was."""
-    data = fs.read(path)
-    for number in count(1):
-        new_path = f"{layout.QUARANTINE_DIR}/{path}{f'.{number}' if number > 1 else ''}"
-        if fs.put_if_absent(new_path, data) or fs.read(new_path) == data:
-            fs.remove_tree(path)
-            return new_path
-    raise AssertionError("numbers do not end")
+def set_aside(fs: Filesystem, path: str) -> str | None:
+    """Move a damaged file to ``quarantine/`` under its own path, or with ``.2``, ``.3`` … behind it; the new path, None
+    where another repair has moved it. Nothing is ever removed that exists nowhere else. Raises StorageError: the disk
+    refused; the file stays where it was."""
+    with suppress(NotFoundError):
+        data = fs.read(path)
+        for number in count(1):
+            new_path = f"{layout.QUARANTINE_DIR}/{path}{f'.{number}' if number > 1 else ''}"
+            if fs.put_if_absent(new_path, data) or fs.read(new_path) == data:
+                # Another repair may have moved it meanwhile, and somebody made it anew.
+                if fs.read(path) == data:
+                    fs.remove_tree(path)
+                return new_path
+    return None

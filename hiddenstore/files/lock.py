@@ -41,8 +41,9 @@ class FolderLock:
     def release(self) -> None:
         """Give the folder free, where this process has it."""
         if self._handle is not None:
-            # Removed before it is unlocked, so that nobody else's is.
-            self.path.unlink(missing_ok=True)
+            # Removed before it is unlocked, so that nobody else's is; in a folder that was made anew it is somebody's.
+            if _is_at(self.path, self._handle):
+                self.path.unlink(missing_ok=True)
             os.close(self._handle)
             self._handle = None
 

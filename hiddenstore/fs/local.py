@@ -215,7 +215,9 @@ class LocalFilesystem:
         if self._disk.is_folder(full):
             for name in sorted(self._disk.list(full)):
                 self._remove(f"{full}/{name}")
-            self._disk.remove_folder(full)
+            # Somebody else may sweep the same folder.
+            with contextlib.suppress(FileNotFoundError):
+                self._disk.remove_folder(full)
         else:
             with contextlib.suppress(FileNotFoundError):
                 self._disk.unlink(full)

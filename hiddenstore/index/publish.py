@@ -90,10 +90,12 @@ def publish_index(fs: Filesystem, names: Iterable[str]) -> int | None:
 
 
 def indexed_revisions(fs: Filesystem, opened: Iterable[IndexFile] = ()) -> dict[str, int]:
-    """The highest revision of each unit that an index file names; ``opened`` as for ``live_indexes``."""
+    """The highest revision of each unit that an index file names, or whose record a repair has set aside: another one
+    that slept since it looked sets aside that name. ``opened`` as for ``live_indexes``."""
     revisions: dict[str, int] = {}
-    for file in live_indexes(fs, opened):
-        for unit, revision, _ in layout.parse_commits(file.header.records):
+    aside = fs.list(f"{layout.QUARANTINE_DIR}/{layout.COMMITS_DIR}")
+    for names in (aside, *(file.header.records for file in live_indexes(fs, opened))):
+        for unit, revision, _ in layout.parse_commits(names):
             revisions[unit] = max(revision, revisions.get(unit, 0))
     return revisions
 

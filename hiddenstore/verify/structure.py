@@ -436,7 +436,10 @@ def _frozen(fs: Filesystem) -> Iterator[CommitName]:
     """The records that saved snapshots name."""
     for name in saved_snapshots(fs):
         path = layout.snapshot_path(name)
-        snapshot = twice(fs, partial(load, fs, path, Snapshot), path)
+        try:
+            snapshot = twice(fs, partial(load, fs, path, Snapshot), path)
+        except NotFoundError:
+            continue  # removed since it was listed
         parsed = (layout.parse_commit(entry.record) for entry in snapshot.commits)
         yield from (commit for commit in parsed if commit is not None)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import time
@@ -103,6 +104,20 @@ def test_a_lock_is_given_back_and_taken_again_by_the_same_process(tmp_path: Path
             with pytest.raises(ConflictError, match=f"process {os.getpid()} on "):
                 other.take()
         assert not (tmp_path / WRITER).exists()
+
+
+def test_who_had_a_folder_that_was_removed_leaves_the_lock_of_the_one_made_in_its_place(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first, second, third = FolderLock(run), FolderLock(run), FolderLock(run)
+    run.mkdir()
+    first.take()
+    shutil.rmtree(run)
+    run.mkdir()
+    second.take()
+    first.release()
+    with pytest.raises(ConflictError, match="is being written by process"):
+        third.take()
+    second.release()
 
 
 def test_a_folder_that_cannot_be_locked_keeps_what_another_process_began_in_it(tmp_path: Path) -> None:
