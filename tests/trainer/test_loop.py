@@ -88,6 +88,22 @@ def test_a_store_that_supervises_nothing_is_refused_instead_of_trained_on_for_no
     assert not (tmp_path / "run").exists()
 
 
+def test_a_validation_split_that_supervises_nothing_is_said_and_refused_where_a_run_waits_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = make_samples(6)
+    mask = np.zeros_like(samples[-1].loss_mask)
+    silent = replace(samples[-1], loss_mask=mask, id=sample_id(samples[-1].input_ids, mask), split="validation")
+    made = store_of(tmp_path, [*(replace(one, split="train") for one in samples[:-1]), silent])
+    words = [*WORDS, "train.max_steps=2", "train.validate_every=1"]
+    with pytest.raises(ConfigError, match=r"no token of the validation split of .* teaches"):
+        train(made.path, tmp_path / "run", words=[*words, "train.patience=1"])
+    assert not (tmp_path / "run").exists()
+    train(made.path, tmp_path / "run", words=words)
+    assert "teaches: nothing is validated" in capsys.readouterr().err
+    assert all("validation" not in line for line in lines(tmp_path / "run"))
+
+
 def test_packs_accumulate_to_the_gradient_of_the_whole_batch(store: Store, tmp_path: Path) -> None:
     words = [*ON_CPU, "train.max_steps=3", "train.validate_every=0"]
     train(store.path, tmp_path / "packs", words=words)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from hiddenstore.errors import ConfigError, CorruptionError, Kind, StorageError
 from hiddenstore.files.documents import seal, unseal
 from hiddenstore.files.lock import FolderLock
 from hiddenstore.index.catalog import saved_snapshots
+from hiddenstore.index.table import SPLITS
 from hiddenstore.store import Store
 from hiddenstore.targets.load import pick_device
 from hiddenstore.threads import keep_freed_memory
@@ -295,20 +297,26 @@ def _choose_vocabulary(options: TrainOptions, store: Store, config: TrainConfig,
 
 
 def _require_taught(store: Store, config: TrainConfig) -> None:
-    """Refuse samples of which none teaches a token in this view of them; mostly the first one does."""
-    view, ids = view_of(config), store.sample_ids
-    samples = (store.sample(one) for one in ids)
-    taught = (view.mask(one)[: view.max_tokens].any() for one in samples if one.split == "train")
-    if not len(ids) or any(taught):
-        return
-    problem, hint = f"no token of the training split of {store.path} teaches", "data.loss_on=all"
-    if view != WHOLE:
-        problem = (
-            f"data.max_tokens={config.data.max_tokens} and data.loss_on={config.data.loss_on} leave no token of the "
-            "training split that teaches"
-        )
-        hint = "a larger data.max_tokens, or none"
-    raise ConfigError(problem, kind=Kind.MASK_EMPTY, hint=hint)
+    """Refuse samples of which none teaches a token in this view of them; mostly the first one does. Of the validation
+    split that is said, and refused where a run waits for it."""
+    view, table = view_of(config), store.catalog.table
+    for number, split in enumerate(SPLITS if len(table.split) else ()):
+        samples = table.ids.take(np.flatnonzero(table.split == number))
+        if any(view.mask(store.sample(name))[: view.max_tokens].any() for name in samples):
+            continue
+        if split == "validation" and not len(samples):
+            continue
+        words = "training split" if split == "train" else "validation split"
+        problem, hint = f"no token of the {words} of {store.path} teaches", "data.loss_on=all"
+        if view != WHOLE:
+            problem = (
+                f"data.max_tokens={config.data.max_tokens} and data.loss_on={config.data.loss_on} leave no token of "
+                f"the {words} that teaches"
+            )
+            hint = "a larger data.max_tokens, or none"
+        if split == "train" or config.train.patience is not None:
+            raise ConfigError(problem, kind=Kind.MASK_EMPTY, hint=hint)
+        output().warn(f"{problem}: nothing is validated; {hint}")
 
 
 def multiplies_bf16(config: TrainConfig, device: torch.device) -> bool:
