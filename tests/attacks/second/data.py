@@ -4,7 +4,9 @@ import gzip
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +158,14 @@ def fifo(text: bytes) -> Callable[[Path], str]:
         os.mkfifo(folder / "pipe.jsonl")
 
         def feed() -> None:
-            (folder / "pipe.jsonl").write_bytes(text)
+            # A plain open waits for a reader for ever, past this attempt, and fails in whatever test comes then.
+            for _ in range(2_000):
+                with suppress(OSError):
+                    handle = os.open(folder / "pipe.jsonl", os.O_WRONLY | os.O_NONBLOCK)
+                    os.write(handle, text)
+                    os.close(handle)
+                    return
+                time.sleep(0.01)
 
         threading.Thread(target=feed, daemon=True).start()
         return "pipe.jsonl"
