@@ -137,9 +137,10 @@ class RowStats:
 
 
 def _of_finite_rows(states: Tensor, norms: Tensor) -> tuple[Tensor, float]:
-    """Norms of the finite rows among bfloat16 [m, D], and their largest |value|; ``norms`` fp32 [m] as they came."""
+    """Norms of the finite rows among bfloat16 [m, D], and their largest |value|; ``norms`` fp32 [m] as they came, on
+    the CPU, wherever the states are."""
     suspects = torch.nonzero(~torch.isfinite(norms)).flatten()
-    is_finite = torch.isfinite(states[suspects]).all(dim=1)
+    is_finite = torch.isfinite(states[suspects]).all(dim=1).cpu()
     for row in suspects[is_finite].tolist():
         # The squares of float32 overflow above 1.8e19; the norm itself does too above 3.4e38.
         norms[row] = min(float(states[row].double().norm()), float(np.finfo(np.float32).max))

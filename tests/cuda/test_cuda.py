@@ -15,6 +15,7 @@ from hiddenstore.codecs.klt import KLT
 from hiddenstore.codecs.recipes import RECIPES
 from hiddenstore.data import PackedBatch, TokenBatches
 from hiddenstore.data.packed import small_on
+from hiddenstore.segments.encode import RowStats
 from hiddenstore.store import Store
 from hiddenstore.targets.rebuild import TOLERANCE
 from hiddenstore.testing.builders import NUM_LAYERS, make_store
@@ -50,6 +51,17 @@ STEADY = [
     "train.precision=fp32", "optim.kind=adamw", "optim.lr=1e-3", "optim.schedule=constant", "optim.warmup_ratio=0",
 ]  # fmt: skip
 """What makes two runs comparable: no rounding to bf16, nor a rate that depends on the number of steps."""
+
+
+def test_statistics_of_rows_are_those_of_a_cpu_broken_rows_too() -> None:
+    states = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    states[0] *= 900.0
+    states[3, 1], states[5] = float("nan"), 3e38
+    here, there = RowStats(), RowStats()
+    here.measure(states)
+    there.measure(states.to(DEVICE))
+    assert here.peak == there.peak > 1e38
+    assert there.norms == pytest.approx(here.norms, rel=1e-6)
 
 
 @pytest.fixture(scope="module")
