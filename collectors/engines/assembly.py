@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from collectors.engines import Captured, CaptureEngine, CaptureRequest, Done, nobody
-from hiddenstore.codecs.base import fresh
+from hiddenstore.codecs.memory import fresh
 from hiddenstore.errors import CaptureError, Kind
 from hiddenstore.records import Record, Sample, final_row_positions
 from schemas.capture import FinalMode

@@ -26,7 +26,7 @@ from collectors.engines import (
 from collectors.engines.resources import optional_package
 from collectors.targets.images import ImageError
 from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions, first_tensor, load_weights
-from hiddenstore.codecs.base import fresh
+from hiddenstore.codecs.memory import fresh
 from hiddenstore.doctor import DoctorCheck, install_command, version_of
 from hiddenstore.errors import CaptureError, ConfigError, Kind, StorageError
 from hiddenstore.records import image_positions

@@ -13,12 +13,11 @@ rows, G groups of ``q4``.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.util import find_spec
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -34,10 +33,10 @@ from hiddenstore.codecs.base import (
     SmallField,
     bits_to_numpy,
     bits_to_tensor,
-    fresh,
     output,
 )
-from hiddenstore.console import output as console
+from hiddenstore.codecs.compiled import cpu_kernels, gpu_kernels, in_blocks
+from hiddenstore.codecs.memory import fresh
 
 SAMPLED_TOKENS = 256
 SAMPLED_CHANNELS = 512
@@ -63,8 +62,26 @@ SMALL = {
 }
 
 
-Seen = Callable[[Sequence[Tensor], Tensor], None]
-"""Given rows bfloat16 [t, D] that lie end to end, and the same in one float32 [m, D], which is spent afterwards."""
+class Seen(Protocol):
+    """Who is shown the rows of a layer while they are encoded, block by block."""
+
+    def add(self, pieces: Sequence[Tensor], values: Tensor) -> None:
+        """Rows bfloat16 [t, D] that lie end to end, and the same in one float32 [m, D], which is spent afterwards."""
+
+    def add_norms(self, rows: Tensor, norms: np.ndarray, largest: int) -> None:
+        """Rows bfloat16 [t, D], the norm float32 [t] of each, and the bits of the largest magnitude among them."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """What a layer's codes are made from: parts bf16 [t, D] end to end, scale and offset float32 [D] of its channels,
+    the classes of its rows, bool [T], and who is shown them."""
+
+    parts: Sequence[Tensor]
+    scale: Tensor
+    offset: Tensor
+    fine: np.ndarray | None
+    seen: Seen | None
 
 
 @dataclass(frozen=True)
@@ -98,18 +115,19 @@ class AffineCodec(ABC):
         layers: Iterable[Sequence[Tensor]],
         shared: Mapping[str, np.ndarray] | None = None,
         fine: np.ndarray | None = None,
-        seen: Seen | None = None,
+        seen: Sequence[Seen] | None = None,
     ) -> EncodedLayers:
         """Elementwise work in float32 blocks that stay in cache; statistics from at most 256 evenly spaced tokens.
 
-        ``fine``: the classes of the rows, of a ``MaskedCodec``; ``seen`` is called with every block, a layer's before
-        the next one is asked for.
+        ``fine``: the classes of the rows, of a ``MaskedCodec``; ``seen`` has one for each layer once that has been
+        asked for.
         """
         codes, scales, channel_scales, offsets, places, rows = [], [], [], [], [], []
         for index, parts in enumerate(layers):
             scale, offset = channel_statistics(*parts) if shared is None else _stored(shared, index, parts[0].device)
             of_layer = self.of_layer(index, shared)
-            layer_codes, token_scale, where = of_layer._quantise(parts, scale, offset, fine, seen)
+            layer = _Layer(parts, scale, offset, fine, None if seen is None else seen[index])
+            layer_codes, token_scale, where = of_layer._quantise(layer)
             codes.append([layer_codes])
             scales.append(bits_to_numpy(token_scale.bfloat16()))
             channel_scales.append(bits_to_numpy(scale.bfloat16()))
@@ -143,7 +161,7 @@ class AffineCodec(ABC):
         sample, those on a device as `small_on` brings them there."""
         if not len(codes):
             return
-        kernels = _kernels(codes.device)
+        kernels = gpu_kernels(codes.device)
         if kernels is not None and self._decoded_by(kernels, codes, rows, small, out):
             for span, arrays in zip(rows, small, strict=True):
                 _put_raw(arrays[RAW_INDEX], arrays[RAW_ROWS], out[:, span])
@@ -158,7 +176,7 @@ class AffineCodec(ABC):
         """``decode_pack`` by the module of kernels, raw rows left out; False, and nothing written: they do not know
         this codec."""
         # Another formula, as a subclass may bring, has no kernel.
-        layout = _kernel_layout(type(self))
+        layout = _kernel_layout(type(self), _DECODING)
         if layout is not None:
             kernels.decode(layout, codes, rows, small, _e4m3_values(codes.device), out)
         return layout is not None
@@ -186,6 +204,8 @@ class AffineCodec(ABC):
 
     def _scaled(self, codes: Tensor, token_scale: Tensor, scale: Tensor, offset: Tensor, out: Tensor) -> None:
         """Codes [m, C] into ``out`` bf16 [m, D]; token_scale fp32 [m]; scale and offset fp32 [D], or [m, D]."""
+        if scale.ndim == 1 and self._decoded_on_cpu(codes, token_scale, scale, offset, out):
+            return
         width, step = out.shape[1], _block_rows(codes.device, out.shape[1])
         size = min(step, len(codes)), self.columns(width)
         scratch = torch.empty(size, dtype=torch.float32, device=codes.device)
@@ -201,24 +221,41 @@ class AffineCodec(ABC):
             else:
                 out[rows].copy_(torch.addcmul(shift, values, factor, out=values))
 
-    def _quantise(
-        self,
-        parts: Sequence[Tensor],
-        scale: Tensor,
-        offset: Tensor,
-        fine: np.ndarray | None,
-        seen: Seen | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _decoded_on_cpu(self, codes: Tensor, token_scale: Tensor, scale: Tensor, offset: Tensor, out: Tensor) -> bool:
+        """``_scaled`` by a kernel; False, and nothing written: there is none, or none for such memory."""
+        layout = _kernel_layout(type(self), _DECODING)
+        if layout is None or codes.is_cuda or not (codes.is_contiguous() and out.is_contiguous()):
+            return False
+        kernels = cpu_kernels(out.numel())
+        if kernels is not None:
+            tensors = codes, token_scale, scale, offset, _e4m3_values(codes.device), out.view(torch.uint16)
+            kernels.DECODERS[layout](*(tensor.numpy() for tensor in tensors))
+        return kernels is not None
+
+    def _quantise(self, layer: "_Layer") -> tuple[Tensor, Tensor, Tensor]:
         """Codes [T, C], token scales float32 [T] exact in bf16, raw rows int64 [N] (their codes and scales are 0)."""
-        tokens, width, device = sum(map(len, parts)), len(scale), scale.device
+        tokens, width, device = sum(map(len, layer.parts)), len(layer.scale), layer.scale.device
         codes = fresh((tokens, self.code_columns(width)), getattr(torch, self.code_dtype), device)
         peak, token_scale = torch.empty((2, tokens), dtype=torch.float32, device=device)
+        layout = _kernel_layout(type(self), _ENCODING) if device.type == "cpu" else None
+        kernels = None if layout is None else cpu_kernels(tokens * width)
+        if kernels is None:
+            self._encode_by_torch(layer, codes, token_scale, peak)
+        else:
+            _encode_by(kernels.ENCODERS[layout], layer, [part.numpy() for part in (codes, token_scale, peak)])
+        where = torch.nonzero(raw_rows(peak, layer.scale)).flatten()
+        codes[where] = 0
+        token_scale[where] = 0.0
+        return codes, token_scale, where
+
+    def _encode_by_torch(self, layer: "_Layer", codes: Tensor, token_scale: Tensor, peak: Tensor) -> None:
+        width, device = len(layer.scale), layer.scale.device
         step = _block_rows(device, width)
-        inverse = scale.reciprocal()
-        classes = None if fine is None else torch.from_numpy(fine).to(device)
-        scratch = torch.empty((min(step, tokens), self.columns(width)), dtype=torch.float32, device=device)
+        inverse = layer.scale.reciprocal()
+        classes = None if layer.fine is None else torch.from_numpy(layer.fine).to(device)
+        scratch = torch.empty((min(step, len(codes)), self.columns(width)), dtype=torch.float32, device=device)
         start = 0
-        for pieces in _blocks(parts, step):
+        for pieces in _blocks(layer.parts, step):
             lengths = [len(piece) for piece in pieces]
             rows = slice(start, start + sum(lengths))
             y = scratch[: rows.stop - start]
@@ -227,16 +264,12 @@ class AffineCodec(ABC):
             y[:, width:] = 0.0
             for piece, into in zip(pieces, values.split(lengths), strict=True):
                 into.copy_(piece)
-            if seen is not None:
-                seen(pieces, values)
-            values.sub_(offset).mul_(inverse)
+            if layer.seen is not None:
+                layer.seen.add(pieces, values)
+            values.sub_(layer.offset).mul_(inverse)
             is_fine = None if classes is None else classes[rows, None]
             self.codes_of(y, codes[rows], token_scale[rows], peak[rows], is_fine)
             start = rows.stop
-        where = torch.nonzero(raw_rows(peak, scale)).flatten()
-        codes[where] = 0
-        token_scale[where] = 0.0
-        return codes, token_scale, where
 
     def of_layer(self, layer: int, small: Mapping[str, np.ndarray] | None) -> "AffineCodec":
         """What codes the rows of a layer, by its place in a part with small arrays; None: in what is encoded."""
@@ -296,28 +329,30 @@ def channel_statistics(*parts: Tensor) -> tuple[Tensor, Tensor]:
     return scale.bfloat16().float(), offset
 
 
+def _encode_by(encode: Any, layer: _Layer, results: Sequence[np.ndarray]) -> None:
+    """Codes [T, C], token scales and peaks float32 [T] of a layer on the CPU, by a kernel."""
+    width, start = len(layer.scale), 0
+    offset, inverse = layer.offset.numpy(), layer.scale.reciprocal().numpy()
+    norms = np.empty(len(results[0]), dtype=np.float32)
+    coarse = np.zeros(len(norms), np.uint8) if layer.fine is None else (~layer.fine).astype(np.uint8)
+    for part in layer.parts:
+        bits, of_part = bits_to_numpy(part), slice(start, start + len(part))
+        arrays = [array[of_part] for array in (coarse, *results, norms)]
+
+        def encode_rows(rows: slice, bits: np.ndarray = bits, arrays: Sequence[np.ndarray] = arrays) -> int:
+            return int(encode(bits[rows], offset, inverse, *(array[rows] for array in arrays)))
+
+        for rows, largest in in_blocks(len(part), width, encode_rows):
+            if layer.seen is not None:
+                layer.seen.add_norms(part[rows], arrays[-1][rows], largest)
+        start = of_part.stop
+
+
 @cache
-def _kernels(device: torch.device) -> Any:
-    """The module of the kernels that run there; None without. Why not is said once."""
-    if device.type != "cuda" or find_spec("triton") is None:
-        return None
-    try:
-        from hiddenstore.codecs import kernels
-    except ImportError as error:
-        # A triton of another torch, say: what it lacks is for it to tell.
-        failure: str | None = str(error)
-    else:
-        failure = kernels.failure_on(device)
-        if failure is None:
-            return kernels
-    console.output().warn(f"packs are decoded on {device} without our kernel, many times slower: {failure}")
-    return None
-
-
-def _kernel_layout(codec: type[AffineCodec]) -> str | None:
-    """Which kernel computes as a codec does; a subclass that decodes otherwise in any part has none."""
+def _kernel_layout(codec: type[AffineCodec], methods: tuple[str, ...]) -> str | None:
+    """Which kernels compute as a codec does; a subclass that does otherwise in any of these methods has none."""
     for layout, own in (("q8", Q8Codec), ("q4", Q4Codec)):
-        if all(getattr(codec, name) is getattr(own, name) for name in _DECODING):
+        if all(getattr(codec, name) is getattr(own, name) for name in methods):
             return layout
     return None
 
@@ -557,4 +592,6 @@ def _e4m3_values(device: torch.device) -> Tensor:
 
 
 Q4 = Q4Codec()
-_DECODING = ("values_of", "columns", "code_columns", "decode", "decode_rows", "_scaled")
+_LAYOUT = ("columns", "code_columns")
+_ENCODING = (*_LAYOUT, "codes_of", "_quantise")
+_DECODING = (*_LAYOUT, "values_of", "decode", "decode_rows", "_scaled")

@@ -4,7 +4,6 @@ Shapes: L layers, T tokens of the unit, n tokens of a part of it, D target width
 raw.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hiddenstore.codecs.memory import fresh
+
 FIXED_CHUNK_TOKENS = 64
-# From here on numpy asks the system for huge pages, and torch does not: faults of small ones cost four times a copy.
-_HUGE_BYTES = 1 << 22
-_LINE_BYTES = 64
 RAW_INDEX = "raw_index"
 RAW_ROWS = "raw_rows"
 
@@ -326,16 +324,6 @@ def bits_to_tensor(bits: np.ndarray | Tensor, device: torch.device) -> Tensor:
     if isinstance(bits, Tensor):
         return bits.view(torch.bfloat16).to(device)
     return torch.from_numpy(np.ascontiguousarray(bits)).view(torch.bfloat16).to(device)
-
-
-def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """A tensor of new memory, in huge pages where it is large and the system has them."""
-    size = math.prod(shape) * dtype.itemsize
-    if size < _HUGE_BYTES or torch.device(device).type != "cpu":
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
-    memory = np.empty(size + _LINE_BYTES, dtype=np.uint8)
-    first = -memory.ctypes.data % _LINE_BYTES
-    return torch.from_numpy(memory[first : first + size]).view(dtype).view(tuple(shape))
 
 
 def output(part: Encoded, out: Tensor | None, width: int) -> Tensor:

@@ -348,7 +348,7 @@ class KltCodec(AffineCodec):
         layers: Iterable[Sequence[Tensor]],
         shared: Mapping[str, np.ndarray] | None = None,
         fine: np.ndarray | None = None,
-        seen: Seen | None = None,
+        seen: Sequence[Seen] | None = None,
     ) -> EncodedLayers:
         encoded = super().encode_layers(layers, shared, fine, seen)
         count = len(encoded.codes)

@@ -37,7 +37,7 @@ class TreeDigest:
 
     def update(self, data: Bytes, /) -> int:
         """The next bytes, of contiguous memory; their own crc32c."""
-        view = memoryview(data).cast("B")
+        view = data if isinstance(data, memoryview) and data.format == "B" else memoryview(data).cast("B")
         done = whole = 0
         while done < len(view):
             part = view[done : done + PIECE_BYTES - self._length]
@@ -51,6 +51,14 @@ class TreeDigest:
                 self._offset += PIECE_BYTES
                 self._length = 0
         return whole
+
+    def extend(self, data: bytes) -> None:
+        """The next bytes, a few, whose own crc32c nobody asks for."""
+        if self._length + len(data) >= PIECE_BYTES:
+            self.update(data)
+            return
+        self._crc = crc32c(data, self._crc)
+        self._length += len(data)
 
     def hexdigest(self) -> str:
         digest = self._sha256.copy()

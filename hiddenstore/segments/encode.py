@@ -15,7 +15,8 @@ from torch import Tensor
 
 from hiddenstore.codecs import get_codec, get_layout
 from hiddenstore.codecs.affine import AffineCodec
-from hiddenstore.codecs.base import RAW_INDEX, Codec, EncodedLayers, MaskedCodec
+from hiddenstore.codecs.base import RAW_INDEX, Codec, EncodedLayers, MaskedCodec, bits_to_numpy
+from hiddenstore.codecs.compiled import cpu_kernels, in_blocks
 from hiddenstore.codecs.topk import pack_rows
 from hiddenstore.records import Record
 from hiddenstore.segments.base import EncodedUnit
@@ -102,8 +103,19 @@ class RowStats:
             norms, peak = _of_finite_rows(torch.cat(list(pieces)), norms)
         else:
             peak = self._peak_of(values, lengths)
-        self._norms.append(norms.numpy().astype(np.float64) / values.shape[1] ** 0.5)
-        self._rows += len(values)
+        self._keep(norms.numpy(), values.shape[1], len(values), peak)
+
+    def add_norms(self, rows: Tensor, norms: np.ndarray, largest: int) -> None:
+        """Rows bfloat16 [t, D] on the CPU, the norm float32 [t] of each, and the bits of the largest |value|."""
+        if not np.isfinite(norms).all():
+            finite, peak = _of_finite_rows(rows, torch.from_numpy(norms))
+            self._keep(finite.numpy(), rows.shape[1], len(rows), peak)
+            return
+        self._keep(norms, rows.shape[1], len(rows), float(np.uint32(largest << 16).view(np.float32)))
+
+    def _keep(self, norms: np.ndarray, width: int, rows: int, peak: float) -> None:
+        self._norms.append(norms.astype(np.float64) / width**0.5)
+        self._rows += rows
         self.peak = max(self.peak, peak)
 
     def _peak_of(self, values: Tensor, norms: np.ndarray) -> float:
@@ -119,6 +131,12 @@ class RowStats:
         if not len(states):
             return
         tokens, width = states.shape
+        kernels = cpu_kernels(states.numel()) if states.device.type == "cpu" else None
+        if kernels is not None:
+            bits, norms = bits_to_numpy(states), np.empty(tokens, dtype=np.float32)
+            for rows, largest in in_blocks(tokens, width, lambda rows: int(kernels.measure(bits[rows], norms[rows]))):
+                self.add_norms(states[rows], norms[rows], largest)
+            return
         step = max(1, _STATS_ELEMENTS // max(1, width)) if states.device.type == "cpu" else tokens
         scratch = torch.empty((min(step, tokens), width), dtype=torch.float32, device=states.device)
         for block in states.split(step):
@@ -205,7 +223,7 @@ def _encode(codec: Codec, options: Mapping[str, Any], fields: _Fields, stats: di
             yield blocks
 
     if gives_values:
-        options = {**options, "seen": lambda pieces, values: measured[-1].add(pieces, values)}
+        options = {**options, "seen": measured}
     encoded = codec.encode_layers(layers(), **options)
     found = (one.summary() for one in measured)
     stats.update(with_raw_rows(dict(zip(fields.names, found, strict=True)), encoded))

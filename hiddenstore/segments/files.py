@@ -40,16 +40,20 @@ class HashedFile:
         if not self._is_closed:
             self._file.abort()
 
-    def write(self, *pieces: Bytes) -> int:
-        """Append pieces of bytes; the crc32c of all of them."""
-        whole = 0
+    def write(self, *pieces: Bytes, lead: bytes = b"") -> int:
+        """Append ``lead``, a few bytes, and the pieces; the crc32c of the pieces."""
+        whole, pending, size = 0, self._pending, self._pending_bytes + len(lead)
+        if lead:
+            self._digest.extend(lead)
+            pending.append(memoryview(lead))
         for piece in pieces:
-            size = len(piece)
             crc = self._digest.update(piece)
-            whole = combine_crc32c(whole, crc, size) if whole else crc
-            self._pending.append(memoryview(piece))
-            self._pending_bytes += size
-        self._flush(self._pending_bytes // _BLOCK_BYTES * _BLOCK_BYTES)
+            whole = combine_crc32c(whole, crc, len(piece)) if whole else crc
+            pending.append(memoryview(piece))
+            size += len(piece)
+        self._pending_bytes = size
+        if size >= _BLOCK_BYTES:
+            self._flush(size // _BLOCK_BYTES * _BLOCK_BYTES)
         return whole
 
     def close(self) -> FileEntry:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hiddenstore.codecs.base import Encoded, fresh
+from hiddenstore.codecs.base import Encoded
+from hiddenstore.codecs.memory import fresh
 from hiddenstore.codecs.topk import unpack_rows
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError, HiddenstoreError, Kind, NotFoundError
 from hiddenstore.files.layout import TARGET_DIR

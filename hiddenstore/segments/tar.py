@@ -22,15 +22,8 @@ from awscrt.checksums import crc32c
 from torch import Tensor
 
 from hiddenstore.codecs import blosc_chunks
-from hiddenstore.codecs.base import (
-    RAW_INDEX,
-    RAW_ROWS,
-    Encoded,
-    SmallField,
-    fresh,
-    select_small,
-    small_of_rows,
-)
+from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS, Encoded, SmallField, select_small, small_of_rows
+from hiddenstore.codecs.memory import fresh
 from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError, Kind
 from hiddenstore.files.documents import canonical
 from hiddenstore.fs.seam import Filesystem

@@ -21,11 +21,11 @@ from hiddenstore.codecs.base import (
     CodeLayout,
     Encoded,
     MaskedCodec,
-    fresh,
     joined_small,
     rows_at,
     select_small,
 )
+from hiddenstore.codecs.memory import fresh
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.segments.base import (
     FINAL_ROWS,

@@ -209,11 +209,11 @@ def write_sharded(
         shard = _Shard(name, spec, file)
         for part in parts:
             shard.append(part)
-        index = shard.finish()
+        end = shard.finish()
         metadata = replace(spec, attributes={**spec.attributes, CHUNK_CRCS: shard.crcs}).metadata()
         entries = [write_bytes(fs, folder, f"{name}/{METADATA}", canonical(metadata))]
         if file is not None:
-            file.write(index, _crc_bytes(crc32c(index)))
+            file.write(end)
             entries.append(file.close())
         return entries
 
@@ -226,47 +226,50 @@ class _Shard:
         self.crcs: list[int] = []
         self._name, self._spec, self._file = name, spec, file
         self._chunk_rows, self._dtype = spec.chunk_rows, np.dtype(spec.dtype).newbyteorder("<")
-        self._parts: list[np.ndarray] = []
+        self._pieces: list[memoryview] = []
+        self._row_bytes = spec.row_bytes
         self._filled = self._rows = self._offset = 0
         self._index: list[tuple[int, int]] = []
+        self._alignment, self._tail = ALIGNMENT if spec.direct else 1, b""
 
     def append(self, values: np.ndarray) -> None:
         """Rows [n, width] after those before."""
         if values.shape[1:] != self._spec.shape[1:] or values.dtype != np.dtype(self._spec.dtype):
             expected = f"{self._spec.dtype} [n, {self._spec.shape[1]}]"
             raise ValueError(f"{self._name}: expected {expected}, found {values.dtype} {list(values.shape)}")
-        values = np.ascontiguousarray(values, dtype=self._dtype)
+        rows = len(values)
+        data = np.ascontiguousarray(values, dtype=self._dtype).reshape(-1).view(np.uint8).data
         start = 0
-        while start < len(values):
-            part = values[start : start + self._chunk_rows - self._filled]
-            self._parts.append(part)
-            self._filled += len(part)
-            start += len(part)
+        while start < rows:
+            stop = min(rows, start + self._chunk_rows - self._filled)
+            self._pieces.append(data[start * self._row_bytes : stop * self._row_bytes])
+            self._filled += stop - start
+            start = stop
             if self._filled == self._chunk_rows:
                 self._emit()
-        self._rows += len(values)
+        self._rows += rows
 
     def finish(self) -> bytes:
-        """Fill the last chunk with zeros; the shard index."""
+        """Fill the last chunk with zeros; what stands behind it: its checksum and the shard index."""
         if self._rows != self._spec.shape[0]:
             raise ValueError(f"{self._name}: {self._spec.shape[0]} rows announced, {self._rows} written")
         if self._filled:
-            self._parts.append(np.zeros((self._chunk_rows - self._filled, self._spec.shape[1]), dtype=self._dtype))
+            self._pieces.append(memoryview(bytes((self._chunk_rows - self._filled) * self._row_bytes)))
             self._emit()
-        return np.array(self._index, dtype="<u8").tobytes()
+        index = np.array(self._index, dtype="<u8").tobytes()
+        return self._tail + index + _crc_bytes(crc32c(index))
 
     def _emit(self) -> None:
-        """The parts gathered are one chunk."""
-        bodies = [part.reshape(-1).view(np.uint8) for part in self._parts]
+        """The pieces gathered are one chunk."""
+        pieces = self._pieces
         if self._spec.compressed:
-            chunk = self._parts[0] if len(self._parts) == 1 else np.concatenate(self._parts)
-            bodies = [np.frombuffer(blosc_chunks.compress(chunk), dtype=np.uint8)]
-        self._parts, self._filled = [], 0
+            chunk = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            pieces = [blosc_chunks.compress(np.frombuffer(chunk, dtype=self._dtype)).data]
+        self._pieces, self._filled = [], 0
         assert self._file is not None
-        gap, size = -self._offset % ALIGNMENT if self._spec.direct else 0, sum(map(len, bodies)) + CRC_BYTES
-        self._file.write(bytes(gap))
-        crc = self._file.write(*(body.data for body in bodies))
-        self._file.write(_crc_bytes(crc))
+        gap, size = -self._offset % self._alignment, sum(map(len, pieces)) + CRC_BYTES
+        crc = self._file.write(*pieces, lead=self._tail + bytes(gap))
+        self._tail = _crc_bytes(crc)
         self.crcs.append(crc)
         self._index.append((self._offset + gap, size))
         self._offset += gap + size

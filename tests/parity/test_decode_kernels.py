@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from hiddenstore.codecs import get_codec
-from hiddenstore.codecs.affine import AffineCodec, Q8Codec, _e4m3_values, _kernel_layout, _kernels
+from hiddenstore.codecs.affine import _DECODING, AffineCodec, Q8Codec, _e4m3_values, _kernel_layout
 from hiddenstore.codecs.base import RAW_INDEX, RAW_ROWS
+from hiddenstore.codecs.compiled import gpu_kernels
 from hiddenstore.codecs.klt import KLT, MOST_BITS, TRANSFORM
 from hiddenstore.data.packed import moved_at_once
 
 pytest.importorskip("triton")
-from hiddenstore.codecs import kernels
+from hiddenstore.codecs import gpu_kernels as kernels
 
 pytestmark = pytest.mark.parity
 LENGTHS = (7, 0, 1, 20, 3)
@@ -39,7 +40,7 @@ def test_a_pack_of_several_samples_has_the_bits_of_torch(name: str, width: int) 
     codes = torch.cat([torch.stack(list(one.codes)) for one in encoded], 1)
     small = moved_at_once([one.small for one in encoded], torch.device("cpu"))
     found, expected = (torch.full((layers, sum(LENGTHS), width), 7.0, dtype=torch.bfloat16) for _ in range(2))
-    layout = _kernel_layout(type(codec))
+    layout = _kernel_layout(type(codec), _DECODING)
     assert layout is not None
     kernels.decode(layout, codes, rows, small, _e4m3_values(torch.device("cpu")), found)
     for span, one in zip(rows, encoded, strict=True):
@@ -92,9 +93,9 @@ class OtherScales(Q8Codec):
 
 
 def test_a_codec_that_decodes_otherwise_in_any_part_has_no_kernel() -> None:
-    assert _kernel_layout(type(get_codec("q3"))) == "q4"
-    assert _kernel_layout(OtherValues) is None
-    assert _kernel_layout(OtherScales) is None
+    assert _kernel_layout(type(get_codec("q3")), _DECODING) == "q4"
+    assert _kernel_layout(OtherValues, _DECODING) is None
+    assert _kernel_layout(OtherScales, _DECODING) is None
 
 
 def test_a_machine_without_a_compiler_is_told_once_and_decodes_by_torch(
@@ -107,9 +108,9 @@ def test_a_machine_without_a_compiler_is_told_once_and_decodes_by_torch(
     here, gpu = torch.device("cpu"), torch.device("cuda", 7)
     failure = kernels.failure_on(here)
     monkeypatch.setattr(kernels, "failure_on", lambda _device: failure)
-    assert _kernels(gpu) is None
-    assert _kernels(gpu) is None
-    _kernels.cache_clear()
+    assert gpu_kernels(gpu) is None
+    assert gpu_kernels(gpu) is None
+    gpu_kernels.cache_clear()
     said = capsys.readouterr().err
     assert said.count("Failed to find C compiler") == 1
     assert "apt-get install gcc python3-dev" in said

@@ -1,0 +1,273 @@
+"""Rows on a CPU in one passage each, by kernels that numba compiles: measured, encoded and decoded with the bits of
+torch's arithmetic in ``AffineCodec`` and ``RowStats``, which takes ten passages.
+
+Importing this imports numba; a kernel is compiled when it is first called, which takes about a second. The interpreter
+lock is free while one runs.
+
+Shapes: m rows of a block, D width, C columns of a code array, G groups of ``q4``.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+# A difference of the last bit is one: nothing may be fused or put in another order.
+_jit = njit(nogil=True, fastmath=False, error_model="numpy", boundscheck=False)
+
+_LANES = 8
+"""Sums that torch's norm of float32 keeps side by side on every x86."""
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_SIGN = np.uint32(0x80000000)
+# Added to a float32 below 2**22, this leaves the nearest integer, ties to even, in the low bits.
+_ROUNDING = np.float32(1.5 * 2.0**23)
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_HALF_BF16 = np.uint32(0x7FFF)
+_BF16_BITS = np.uint32(0xFFFF0000)
+_BELOW_BF16 = np.uint32(0xFFFF)
+_16 = np.uint32(16)
+# The bits of 2**23, of whose float32 the lowest four count single units.
+_TWO_23, _TWO_23_AND_8 = np.uint32(0x4B000000), np.float32(2.0**23 + 8.0)
+
+_Q8_LARGEST, _Q8_SMALLEST_SCALE = np.float32(127.0), np.float32(2.0**-126)
+_GROUP = 32
+_Q4_SMALLEST_SCALE = np.float32(2.0**-100)
+_E4M3_LARGEST, _E4M3_SMALLEST = np.float32(448.0), np.float32(2.0**-6)
+_E4M3_SHIFT, _E4M3_ROUND, _E4M3_BIAS = np.uint32(20), np.uint32((1 << 20) - 1), np.uint32((127 - 7) << 3)
+_FAR_SIDE, _COARSE_FAR_SIDE = np.float32(8.5), np.float32(4.5)
+
+
+@intrinsic
+def _squares(_context: Any, row: Any) -> Any:
+    """Sums of squares float32 of the values d, d + 8, d + 16 … of bf16 bits [D], for d = 0 … 7, in vectors: a compiler
+    that may not reorder sums adds them one by one. Without the last D mod 8 values."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        halves, words, floats = (
+            ir.VectorType(kind, _LANES) for kind in (ir.IntType(16), ir.IntType(32), ir.FloatType())
+        )
+        lanes = context.get_constant(types.intp, _LANES)
+        sums = cgutils.alloca_once_value(builder, ir.Constant(floats, [0.0] * _LANES))
+        with cgutils.for_range(builder, builder.udiv(builder.extract_value(array.shape, 0), lanes)) as loop:
+            place = builder.gep(array.data, [builder.mul(loop.index, lanes)])
+            bits = builder.load(builder.bitcast(place, halves.as_pointer()), align=2)
+            values = builder.shl(builder.zext(bits, words), ir.Constant(words, [16] * _LANES))
+            values = builder.bitcast(values, floats)
+            builder.store(builder.fadd(builder.load(sums), builder.fmul(values, values)), sums)
+        total = builder.load(sums)
+        numbers = [builder.extract_element(total, ir.Constant(ir.IntType(32), lane)) for lane in range(_LANES)]
+        return context.make_tuple(builder, signature.return_type, numbers)
+
+    return types.UniTuple(types.float32, _LANES)(row), emit
+
+
+@intrinsic
+def _number(_context: Any, bits: Any) -> Any:
+    """The float32 of these bits uint32."""
+    return types.float32(types.uint32), lambda _c, builder, _s, arguments: builder.bitcast(arguments[0], ir.FloatType())
+
+
+@intrinsic
+def _bits(_context: Any, value: Any) -> Any:
+    """The bits uint32 of a float32."""
+    return types.uint32(types.float32), lambda _c, builder, _s, arguments: builder.bitcast(arguments[0], ir.IntType(32))
+
+
+@_jit
+def _norm(row):
+    """sqrt of the sum of squares, float32, of bf16 bits [D]."""
+    sums = _squares(row)
+    total = sums[0]
+    for lane in range(1, _LANES):
+        total += sums[lane]
+    for d in range(len(row) // _LANES * _LANES, len(row)):
+        value = _number(np.uint32(row[d]) << _16)
+        total += value * value
+    return np.sqrt(total)
+
+
+@_jit
+def _largest(row):
+    """The bits of the largest magnitude among bf16 bits [D]."""
+    largest = np.uint16(0)
+    for d in range(len(row)):
+        largest = max(largest, np.uint16(row[d] & np.uint16(0x7FFF)))
+    return largest
+
+
+@_jit
+def measure(bits, norms):
+    """The norm float32 [m] of each row of bf16 bits uint16 [m, D]; the bits of the largest magnitude among them."""
+    largest = np.uint16(0)
+    for i in range(len(bits)):
+        norms[i] = _norm(bits[i])
+        largest = max(largest, _largest(bits[i]))
+    return largest
+
+
+@_jit
+def _scaled(row, offset, inverse, values):
+    """values float32 [D] = (h - offset) * inverse of bf16 bits [D]; the bits of the largest magnitude, NaN first."""
+    largest = np.uint32(0)
+    for d in range(len(row)):
+        value = (_number(np.uint32(row[d]) << _16) - offset[d]) * inverse[d]
+        values[d] = value
+        largest = max(largest, np.uint32(_bits(value) & _MAGNITUDE))
+    return largest
+
+
+@_jit
+def _round_up(value, smallest):
+    """The smallest bf16 number that is not below ``value``, and ``smallest`` at least."""
+    value = _number(np.uint32(np.uint32(_bits(value) + _BELOW_BF16) & _BF16_BITS))
+    return value if value > smallest else smallest
+
+
+@_jit
+def encode_q8(bits, offset, inverse, coarse, codes, token_scale, peak, norms):
+    """Codes int8 [m, D] of ``Q8Codec`` and per row, float32 [m], its scale, the largest |y| and the norm of h; the bits
+    of the largest |h|. bits uint16 [m, D]; offset and inverse of the channels' scale float32 [D]."""
+    width = bits.shape[1]
+    values = np.empty(width, np.float32)
+    largest = np.uint16(0)
+    for i in range(len(bits)):
+        norms[i] = _norm(bits[i])
+        largest = max(largest, _largest(bits[i]))
+        peak[i] = _number(_scaled(bits[i], offset, inverse, values))
+        token_scale[i] = _round_up(peak[i] / _Q8_LARGEST, _Q8_SMALLEST_SCALE)
+        factor, row = _ONE / token_scale[i], codes[i]
+        for d in range(width):
+            row[d] = np.int8(_bits(values[d] * factor + _ROUNDING))
+    return largest
+
+
+@_jit
+def _extremes(values, above, below):
+    """The largest of each group and the smallest, float32 [G]; values float32 [32 G]."""
+    groups = len(above)
+    for g in range(groups):
+        above[g] = below[g] = values[g]
+    for first in range(groups, len(values), groups):
+        member = values[first : first + groups]
+        for g in range(groups):
+            value = member[g]
+            above[g] = value if value > above[g] else above[g]
+            below[g] = value if value < below[g] else below[g]
+
+
+@_jit
+def _reach(above, below, far_side, wanted):
+    """What scale each group needs, float32 [G], so that the side which reaches further takes ``far_side`` codes; the
+    largest of them."""
+    most = np.float32(0.0)
+    for g in range(len(wanted)):
+        up, down = above[g], -below[g]
+        far, near = (up, down) if up > down else (down, up)
+        by_far, by_near = far / far_side, near / (far_side - _ONE)
+        wanted[g] = by_far if by_far > by_near else by_near
+        most = wanted[g] if wanted[g] > most else most
+    return most
+
+
+@_jit
+def _group_scales(above, below, scale, factors, stored):
+    """E4M3 bits uint8 [G] of the groups' scales, and their reciprocals in place of what was wanted, float32 [G]."""
+    for g in range(len(factors)):
+        # Plus zero: the difference of a group of zeros would be -0.0, whose sign is written.
+        sign = np.uint32(_bits((-below[g] - above[g]) + _ZERO) & _SIGN)
+        size = factors[g] / scale
+        size = size if size > _E4M3_SMALLEST else _E4M3_SMALLEST
+        size = size if size < _E4M3_LARGEST else _E4M3_LARGEST
+        rounded = np.uint32(np.uint32(_bits(size) + _E4M3_ROUND) >> _E4M3_SHIFT)
+        stored[g] = np.uint8(np.uint32(rounded - _E4M3_BIAS) | np.uint32(sign >> np.uint32(24)))
+        factors[g] = _ONE / (_number(np.uint32(np.uint32(rounded << _E4M3_SHIFT) | sign)) * scale)
+
+
+@_jit
+def _nibbles(values, factors, far_side, half, pairs):
+    """Bytes uint8 [16 G] of the codes of values float32 [32 G]."""
+    groups = len(factors)
+    least, most = _ROUNDING + (np.float32(0.5) - far_side), _ROUNDING + (far_side - np.float32(1.5))
+    for first in range(0, half, groups):
+        low, high = values[first : first + groups], values[half + first : half + first + groups]
+        of_both = pairs[first : first + groups]
+        for g in range(groups):
+            one, other = low[g] * factors[g] + _ROUNDING, high[g] * factors[g] + _ROUNDING
+            one = least if one < least else (most if one > most else one)
+            other = least if other < least else (most if other > most else other)
+            of_both[g] = np.uint8(
+                np.uint32(_bits(one) & np.uint32(15)) | np.uint32(np.uint32(_bits(other) << np.uint32(4)))
+            )
+
+
+@_jit
+def encode_q4(bits, offset, inverse, coarse, codes, token_scale, peak, norms):
+    """The same for codes uint8 [m, 17 G] of ``Q4Codec``; ``coarse`` uint8 [m]: rows of codes -4 … 3."""
+    groups = codes.shape[1] // (_GROUP // 2 + 1)
+    half = _GROUP // 2 * groups
+    values, extremes = np.zeros(2 * half, np.float32), np.empty((3, groups), np.float32)
+    above, below, factors = extremes[0], extremes[1], extremes[2]
+    largest = np.uint16(0)
+    for i in range(len(bits)):
+        norms[i] = _norm(bits[i])
+        largest = max(largest, _largest(bits[i]))
+        peak[i] = _number(_scaled(bits[i], offset, inverse, values))
+        far_side = _COARSE_FAR_SIDE if coarse[i] else _FAR_SIDE
+        _extremes(values, above, below)
+        token_scale[i] = _round_up(_reach(above, below, far_side, factors) / _E4M3_LARGEST, _Q4_SMALLEST_SCALE)
+        _group_scales(above, below, token_scale[i], factors, codes[i, half:])
+        _nibbles(values, factors, far_side, half, codes[i, :half])
+    return largest
+
+
+@_jit
+def _bf16(value):
+    """The bits of the nearest bf16 number, ties to even, of a float32 that is not NaN."""
+    bits = _bits(value)
+    return np.uint16((bits + _HALF_BF16 + ((bits >> _16) & np.uint32(1))) >> _16)
+
+
+@_jit
+def decode_q8(codes, token_scale, scale, offset, table, out):
+    """Codes int8 [m, D] into bf16 bits uint16 [m, D]; token_scale float32 [m], scale and offset [D]."""
+    for i in range(len(codes)):
+        token, row, into = token_scale[i], codes[i], out[i]
+        for d in range(len(row)):
+            into[d] = _bf16(offset[d] + (np.float32(row[d]) * token) * scale[d])
+
+
+@_jit
+def _decode_half(pairs, shift, factors, scale, offset, into):
+    """Channels of the lower or the upper four bits of bytes uint8 [n] into bf16 bits [d]; factors float32 [G]."""
+    groups, width = len(factors), len(into)
+    for first in range(0, width, groups):
+        last = min(width, first + groups)
+        codes, scales, offsets, part = pairs[first:last], scale[first:last], offset[first:last], into[first:last]
+        for g in range(last - first):
+            nibble = np.uint32(np.uint32(codes[g]) >> shift) & np.uint32(15)
+            code = _number(np.uint32((nibble ^ np.uint32(8)) | _TWO_23)) - _TWO_23_AND_8
+            part[g] = _bf16(offsets[g] + (code * factors[g]) * scales[g])
+
+
+@_jit
+def decode_q4(codes, token_scale, scale, offset, table, out):
+    """The same of codes uint8 [m, 17 G]; table float32 [256]: the number of each E4M3 pattern."""
+    width, groups = out.shape[1], codes.shape[1] // (_GROUP // 2 + 1)
+    half = _GROUP // 2 * groups
+    middle = min(half, width)
+    factors = np.empty(groups, np.float32)
+    for i in range(len(codes)):
+        row = codes[i]
+        for g in range(groups):
+            factors[g] = table[row[half + g]] * token_scale[i]
+        _decode_half(row, np.uint32(0), factors, scale[:middle], offset[:middle], out[i, :middle])
+        _decode_half(row, np.uint32(4), factors, scale[middle:], offset[middle:], out[i, middle:])
+
+
+ENCODERS: Mapping[str, Any] = {"q8": encode_q8, "q4": encode_q4}
+DECODERS: Mapping[str, Any] = {"q8": decode_q8, "q4": decode_q4}
