@@ -1,6 +1,7 @@
 """One format in a process of its own.
 
-CPU seconds are those of every thread of this process and of children it waited for; memory the samples are read into is
+CPU seconds are those of every thread of this process and of children it waited for, behind what numba takes to compile
+our kernels, some seconds a process; memory the samples are read into is
 one page-aligned buffer that exists before.
 """
 
@@ -19,6 +20,7 @@ import torch
 from benchmarks.storage import cold, formats, ours
 from benchmarks.storage.states import RawStates
 from benchmarks.workers import Answer, reset_peak, resident, serve, timed
+from hiddenstore.codecs.compiled import compile_cpu_kernels
 from hiddenstore.data import TokenBatches
 from hiddenstore.store import Store
 
@@ -137,6 +139,7 @@ def make() -> Worker:
     """Of the command line: class, folder, raw file, lengths as JSON, width."""
     kind, folder, raw, lengths, width = sys.argv[1:]
     torch.set_num_threads(1)
+    compile_cpu_kernels()
     return Worker(kind, Path(folder), RawStates(Path(raw), json.loads(lengths), int(width)))
 
 

@@ -62,6 +62,13 @@ def cpu_kernels(values: int) -> Any:
     return _numba_kernels() if _LEFT.passes(values, _WORTH_COMPILING) else None
 
 
+def compile_cpu_kernels() -> None:
+    """Have this process compile what it can now, and not when it pays: for benchmarks of what comes after."""
+    _LEFT.values = _WORTH_COMPILING
+    if (kernels := cpu_kernels(0)) is not None:
+        kernels.compile_all()
+
+
 @cache
 def _numba_kernels() -> Any:
     if find_spec("numba") is None:

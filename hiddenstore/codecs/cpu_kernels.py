@@ -80,7 +80,9 @@ def _bits(_context: Any, value: Any) -> Any:
 
 @_jit
 def _norm(row):
-    """sqrt of the sum of squares, float32, of bf16 bits [D]."""
+    """sqrt of the sum of squares, float32, of bf16 bits [D]; of a single one its magnitude, as in torch."""
+    if len(row) == 1:
+        return abs(_number(np.uint32(row[0]) << _16))
     sums = _squares(row)
     total = sums[0]
     for lane in range(1, _LANES):
@@ -271,3 +273,13 @@ def decode_q4(codes, token_scale, scale, offset, table, out):
 
 ENCODERS: Mapping[str, Any] = {"q8": encode_q8, "q4": encode_q4}
 DECODERS: Mapping[str, Any] = {"q8": decode_q8, "q4": decode_q4}
+
+
+def compile_all() -> None:
+    """Compile every kernel now, a few seconds in all."""
+    width = 8
+    bits, sizes, channels = np.zeros((1, width), np.uint16), np.ones((4, 1), np.float32), np.ones(width, np.float32)
+    measure(bits, sizes[0])
+    for layout, codes in {"q8": np.zeros((1, width), np.int8), "q4": np.zeros((1, 17), np.uint8)}.items():
+        ENCODERS[layout](bits, channels, channels, np.zeros(1, np.uint8), codes, *sizes[:3])
+        DECODERS[layout](codes, sizes[3], channels, channels, np.zeros(256, np.float32), bits)
