@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise, starmap
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,19 +35,10 @@ from hiddenstore.codecs.base import (
     bits_to_tensor,
     output,
 )
+from hiddenstore.codecs.channels import channel_statistics, raw_rows, rows_of_parts
 from hiddenstore.codecs.compiled import cpu_kernels, gpu_kernels, in_blocks
 from hiddenstore.codecs.memory import fresh
 
-SAMPLED_TOKENS = 256
-SAMPLED_CHANNELS = 512
-RAW_PEAK = 4.0
-
-_SIGMA_PER_MAD = 1.4826
-_FLOOR = 1e-12
-_CEILING = 1e30
-# |code value| * c <= 2 max|y| c, so rows below this limit decode below 2**127 and stay finite.
-_LARGEST_DEVIATION = 2.0**125
-_LARGEST_DEVIATION_BITS = (125 + 127) << 7
 # float32 blocks small enough for a CPU's cache and large enough for the cost of a call; on a GPU, enough to fill it.
 _BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 # From as many rows of a unit on, a call a unit is cheaper than a scale and an offset a row.
@@ -132,7 +123,7 @@ class AffineCodec(ABC):
             scales.append(bits_to_numpy(token_scale.bfloat16()))
             channel_scales.append(bits_to_numpy(scale.bfloat16()))
             offsets.append(bits_to_numpy(offset.bfloat16()))
-            rows.append(bits_to_numpy(_rows_at(parts, where)))
+            rows.append(bits_to_numpy(rows_of_parts(parts, where)))
             place = where.cpu().numpy().astype(np.int32)
             places.append(np.stack([np.full_like(place, index), place], axis=1))
         if not codes:
@@ -183,29 +174,39 @@ class AffineCodec(ABC):
 
     def decode_mixed(self, part: Encoded, rows: Sequence[int], out: Tensor) -> None:
         """``decode`` of rows of several units, so many of each; channel scales and offsets are uint16 [U, L, D]."""
-        owner = torch.from_numpy(np.repeat(np.arange(len(rows)), rows))
+        owner, ends = torch.from_numpy(np.repeat(np.arange(len(rows)), rows)), [0, *accumulate(rows)]
         for layer, codes in enumerate(part.codes):
-            own = self.of_layer(layer, part.small)
-            token_scale = bits_to_tensor(part.small["token_scale"][layer], codes.device).float()
-            stored = (part.small[name][:, layer] for name in ("channel_scale", "channel_offset"))
-            scale, offset = (bits_to_tensor(values, codes.device).float() for values in stored)
+            own, tokens = self.of_layer(layer, part.small), part.small["token_scale"][layer]
+            scale, offset = (part.small[name][:, layer] for name in ("channel_scale", "channel_offset"))
             if len(codes) < len(rows) * _ROWS_OF_THEIR_OWN:
-                own._scaled(codes, token_scale, scale.index_select(0, owner), offset.index_select(0, owner), out[layer])
+                factor, shift = (bits_to_tensor(bits, codes.device).float()[owner] for bits in (scale, offset))
+                own._scaled(codes, bits_to_tensor(tokens, codes.device).float(), factor, shift, out[layer])
                 continue
-            of_units = (codes.split(rows), token_scale.split(rows), scale, offset, out[layer].split(rows))
-            for of_unit in zip(*of_units, strict=True):
-                own._scaled(*of_unit)
+            for unit, span in enumerate(starmap(slice, pairwise(ends))):
+                own._decode_run(codes[span], (tokens[span], scale[unit], offset[unit]), out[layer, span])
         _put_raw(part.small[RAW_INDEX], part.small[RAW_ROWS], out)
 
     def decode_rows(self, codes: Tensor, small: Mapping[str, np.ndarray], layer: int, start: int, out: Tensor) -> None:
-        token_scale = bits_to_tensor(small["token_scale"][layer, start : start + codes.shape[0]], codes.device).float()
-        scale, offset = _stored(small, layer, codes.device)
-        self.of_layer(layer, small)._scaled(codes, token_scale, scale, offset, out)
+        tokens = small["token_scale"][layer, start : start + codes.shape[0]]
+        channels = small["channel_scale"][layer], small["channel_offset"][layer]
+        self.of_layer(layer, small)._decode_run(codes, (tokens, *channels), out)
+
+    def _decode_run(self, codes: Tensor, scales: Sequence[Any], out: Tensor) -> None:
+        """Codes [m, C] into ``out`` bf16 [m, D]; bf16 bits uint16 of the scale of each row [m], and of the scale and
+        the offset of each channel [D], as arrays, or as tensors where the codes are."""
+        layout = _kernel_layout(type(self), _DECODING) if codes.device.type == "cpu" else None
+        if layout is not None and all(isinstance(bits, np.ndarray) for bits in scales) and _lie_well(codes, out):
+            kernels = cpu_kernels(out.numel())
+            if kernels is not None:
+                bits = [one if one.flags.writeable and one.flags.c_contiguous else one.copy() for one in scales]
+                table, into = _e4m3_values(codes.device).numpy(), out.view(torch.uint16).numpy()
+                kernels.DECODERS[layout](codes.numpy(), *bits, table, into)
+                return
+        tokens, scale, offset = (bits_to_tensor(bits, codes.device).float() for bits in scales)
+        self._scaled(codes, tokens, scale, offset, out)
 
     def _scaled(self, codes: Tensor, token_scale: Tensor, scale: Tensor, offset: Tensor, out: Tensor) -> None:
         """Codes [m, C] into ``out`` bf16 [m, D]; token_scale fp32 [m]; scale and offset fp32 [D], or [m, D]."""
-        if scale.ndim == 1 and self._decoded_on_cpu(codes, token_scale, scale, offset, out):
-            return
         width, step = out.shape[1], _block_rows(codes.device, out.shape[1])
         size = min(step, len(codes)), self.columns(width)
         scratch = torch.empty(size, dtype=torch.float32, device=codes.device)
@@ -220,17 +221,6 @@ class AffineCodec(ABC):
                 torch.addcmul(shift, values, factor, out=out[rows])
             else:
                 out[rows].copy_(torch.addcmul(shift, values, factor, out=values))
-
-    def _decoded_on_cpu(self, codes: Tensor, token_scale: Tensor, scale: Tensor, offset: Tensor, out: Tensor) -> bool:
-        """``_scaled`` by a kernel; False, and nothing written: there is none, or none for such memory."""
-        layout = _kernel_layout(type(self), _DECODING)
-        if layout is None or codes.is_cuda or not (codes.is_contiguous() and out.is_contiguous()):
-            return False
-        kernels = cpu_kernels(out.numel())
-        if kernels is not None:
-            tensors = codes, token_scale, scale, offset, _e4m3_values(codes.device), out.view(torch.uint16)
-            kernels.DECODERS[layout](*(tensor.numpy() for tensor in tensors))
-        return kernels is not None
 
     def _quantise(self, layer: "_Layer") -> tuple[Tensor, Tensor, Tensor]:
         """Codes [T, C], token scales float32 [T] exact in bf16, raw rows int64 [N] (their codes and scales are 0)."""
@@ -295,44 +285,6 @@ class AffineCodec(ABC):
         """Fill values fp32 [m, columns], what codes [m, C] say of y."""
 
 
-def channel_statistics(*parts: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale c and offset mu of each channel from bfloat16 [T, D]: float32 [D] each, exact in bf16.
-
-    The rows may come in parts [t, D] that lie end to end, at least one.
-
-    mu = median, c = 1.4826 * median |(h - mu) / t| with t = the token's own median |h - mu|, so that neither an outlier
-    token nor a token of large norm moves them. Taken over S = min(T, 256) evenly spaced tokens without the non-finite
-    ones, t over at most 512 evenly spaced channels. A channel whose median deviation is 0 takes its root mean square, a
-    constant one the median channel's scale.
-    """
-    tokens, width, device = sum(map(len, parts)), parts[0].shape[1], parts[0].device
-    rows = _rows_at(parts, _spread(tokens, SAMPLED_TOKENS, device))
-    held = (rows.view(torch.int16) & 0x7FFF).amax(dim=1) < _LARGEST_DEVIATION_BITS
-    if not bool(held.all()):
-        rows = rows[held]
-    if not len(rows):
-        ones = torch.ones(width, dtype=torch.float32, device=device)
-        return ones, torch.zeros_like(ones)
-    # Turned before it is converted: torch turns a matrix in tiles only where the type stays.
-    sampled = fresh((width, len(rows)), torch.float32, device).copy_(rows.T.contiguous())
-    # Plus zero: among zeros of either sign nothing says which one is in the middle.
-    offset = lower_median(sampled).add_(0.0)
-    size = sampled.sub_(offset[:, None]).abs_()
-    seen = size[_spread(width, SAMPLED_CHANNELS, device)].T.contiguous()
-    token_size = lower_median(seen)
-    token_size = torch.where(token_size > 0, token_size, seen.mean(dim=1))
-    relative = size.div_(torch.where(token_size > 0, token_size, 1.0))
-    scale = lower_median(relative) * _SIGMA_PER_MAD
-    still = torch.nonzero(scale <= 0).flatten()
-    if len(still):
-        scale[still] = relative[still].square().mean(dim=1).sqrt()
-    scale.clamp_(max=_CEILING)
-    live = scale[scale > 0]
-    typical = live.median() if live.numel() else scale.new_ones(())
-    scale = torch.where(scale > 0, scale, typical).clamp_(min=_FLOOR)
-    return scale.bfloat16().float(), offset
-
-
 def _encode_by(encode: Any, layer: _Layer, results: Sequence[np.ndarray]) -> None:
     """Codes [T, C], token scales and peaks float32 [T] of a layer on the CPU, by a kernel."""
     width, start = len(layer.scale), 0
@@ -367,19 +319,16 @@ def _stored(shared: Mapping[str, np.ndarray], layer: int, device: torch.device) 
     return scale.float(), offset.float()
 
 
+def _lie_well(*tensors: Tensor) -> bool:
+    """Whether a kernel can take them as they are."""
+    return all(tensor.is_contiguous() for tensor in tensors)
+
+
 def _put_raw(index: np.ndarray, rows: np.ndarray, out: Tensor) -> None:
     """Rows kept raw into ``out`` bf16 [L, T, D]; index int [N, 2], rows uint16 [N, D]."""
     if len(index):
         where = torch.from_numpy(index.astype(np.int64)).to(out.device)
         out[where[:, 0], where[:, 1]] = bits_to_tensor(rows, out.device)
-
-
-def lower_median(rows: Tensor) -> Tensor:
-    """The element floor((n-1)/2) of each sorted row of a contiguous [r, n] without NaN: what ``torch.median`` gives."""
-    if rows.device.type != "cpu":
-        return rows.median(dim=1).values
-    # numpy sorts a few hundred numbers with vector instructions, in less time than it finds the middle, and than torch.
-    return torch.from_numpy(np.sort(rows.numpy(), axis=1)[:, (rows.shape[1] - 1) // 2].copy())
 
 
 def round_up_(values: Tensor) -> Tensor:
@@ -402,35 +351,6 @@ def _blocks(parts: Sequence[Tensor], rows: int) -> Iterator[list[Tensor]]:
                 pieces, room = [], rows
     if pieces:
         yield pieces
-
-
-def _spread(count: int, most: int, device: torch.device) -> Tensor:
-    """Indices of min(count, most) evenly spaced of ``count`` places."""
-    taken = min(count, most)
-    return (torch.arange(taken, device=device) * count) // max(taken, 1)
-
-
-def _rows_at(parts: Sequence[Tensor], rows: Tensor) -> Tensor:
-    """Rows int64 [n], ascending, of parts [t, D] that lie end to end."""
-    if len(parts) == 1:
-        return parts[0][rows]
-    starts = list(accumulate(map(len, parts), initial=0))
-    cuts = torch.searchsorted(rows, torch.tensor(starts, device=rows.device)).tolist()
-    picked = [
-        part[rows[low:high] - start]
-        for part, start, low, high in zip(parts, starts, cuts, cuts[1:], strict=False)
-        if low < high
-    ]
-    return torch.cat(picked) if picked else parts[0][:0]
-
-
-def raw_rows(peak: Tensor, scale: Tensor) -> Tensor:
-    """Which rows are kept raw, bool [n], by peak = max |y| fp32 [n] and the channels' scale fp32 [D]."""
-    limit = min(_CEILING, _LARGEST_DEVIATION / float(scale.max())) if scale.numel() else _CEILING
-    held = peak < limit
-    if not bool(held.any()):
-        return ~held
-    return ~(held & (peak <= RAW_PEAK * peak[held].median()))
 
 
 def _block_rows(device: torch.device, width: int) -> int:
@@ -597,4 +517,4 @@ def _e4m3_values(device: torch.device) -> Tensor:
 Q4 = Q4Codec()
 _LAYOUT = ("columns", "code_columns")
 _ENCODING = (*_LAYOUT, "codes_of", "_quantise")
-_DECODING = (*_LAYOUT, "values_of", "decode", "decode_rows", "_scaled")
+_DECODING = (*_LAYOUT, "values_of", "decode", "decode_rows", "_decode_run", "_scaled")

@@ -149,17 +149,32 @@ def encode_q8(bits, offset, inverse, coarse, codes, token_scale, peak, norms):
 
 
 @_jit
+def _repeat(values, count):
+    """Fill an array with what its first ``count`` values are, again and again."""
+    while count < len(values):
+        more = values[count:]
+        for d in range(min(count, len(more))):
+            more[d] = values[d]
+        count *= 2
+
+
+@_jit
 def _extremes(values, above, below):
-    """The largest of each group and the smallest, float32 [G]; values float32 [32 G]."""
-    groups = len(above)
-    for g in range(groups):
-        above[g] = below[g] = values[g]
-    for first in range(groups, len(values), groups):
-        member = values[first : first + groups]
-        for g in range(groups):
-            value = member[g]
-            above[g] = value if value > above[g] else above[g]
-            below[g] = value if value < below[g] else below[g]
+    """The largest of each group and the smallest, first of float32 [16 G]; values float32 [32 G]."""
+    half = len(above)
+    others = values[half:]
+    for d in range(half):
+        one, other = values[d], others[d]
+        above[d] = one if one > other else other
+        below[d] = one if one < other else other
+    while half > len(values) // _GROUP:
+        half //= 2
+        above_others, below_others = above[half:], below[half:]
+        for d in range(half):
+            one, other = above[d], above_others[d]
+            above[d] = one if one > other else other
+            one, other = below[d], below_others[d]
+            below[d] = one if one < other else other
 
 
 @_jit
@@ -191,20 +206,18 @@ def _group_scales(above, below, scale, factors, stored):
 
 
 @_jit
-def _nibbles(values, factors, far_side, half, pairs):
-    """Bytes uint8 [16 G] of the codes of values float32 [32 G]."""
-    groups = len(factors)
+def _nibbles(values, factors, far_side, pairs):
+    """Bytes uint8 [16 G] of the codes of values float32 [32 G], by factors [16 G]."""
     least, most = _ROUNDING + (np.float32(0.5) - far_side), _ROUNDING + (far_side - np.float32(1.5))
-    for first in range(0, half, groups):
-        low, high = values[first : first + groups], values[half + first : half + first + groups]
-        of_both = pairs[first : first + groups]
-        for g in range(groups):
-            one, other = low[g] * factors[g] + _ROUNDING, high[g] * factors[g] + _ROUNDING
-            one = least if one < least else (most if one > most else one)
-            other = least if other < least else (most if other > most else other)
-            of_both[g] = np.uint8(
-                np.uint32(_bits(one) & np.uint32(15)) | np.uint32(np.uint32(_bits(other) << np.uint32(4)))
-            )
+    others = values[len(pairs) :]
+    for d in range(len(pairs)):
+        one, other = values[d] * factors[d] + _ROUNDING, others[d] * factors[d] + _ROUNDING
+        one = one if one > least else least
+        one = one if one < most else most
+        other = other if other > least else least
+        other = other if other < most else most
+        low, high = np.uint32(_bits(one) & np.uint32(15)), np.uint32(_bits(other) << np.uint32(4))
+        pairs[d] = np.uint8(low | high)
 
 
 @_jit
@@ -212,8 +225,8 @@ def encode_q4(bits, offset, inverse, coarse, codes, token_scale, peak, norms):
     """The same for codes uint8 [m, 17 G] of ``Q4Codec``; ``coarse`` uint8 [m]: rows of codes -4 … 3."""
     groups = codes.shape[1] // (_GROUP // 2 + 1)
     half = _GROUP // 2 * groups
-    values, extremes = np.zeros(2 * half, np.float32), np.empty((3, groups), np.float32)
-    above, below, factors = extremes[0], extremes[1], extremes[2]
+    values, scratch = np.zeros(2 * half, np.float32), np.empty((3, half), np.float32)
+    above, below, factors = scratch[0], scratch[1], scratch[2]
     largest = np.uint16(0)
     for i in range(len(bits)):
         norms[i] = _norm(bits[i])
@@ -221,9 +234,11 @@ def encode_q4(bits, offset, inverse, coarse, codes, token_scale, peak, norms):
         peak[i] = _number(_scaled(bits[i], offset, inverse, values))
         far_side = _COARSE_FAR_SIDE if coarse[i] else _FAR_SIDE
         _extremes(values, above, below)
-        token_scale[i] = _round_up(_reach(above, below, far_side, factors) / _E4M3_LARGEST, _Q4_SMALLEST_SCALE)
-        _group_scales(above, below, token_scale[i], factors, codes[i, half:])
-        _nibbles(values, factors, far_side, half, codes[i, :half])
+        most = _reach(above, below, far_side, factors[:groups])
+        token_scale[i] = _round_up(most / _E4M3_LARGEST, _Q4_SMALLEST_SCALE)
+        _group_scales(above, below, token_scale[i], factors[:groups], codes[i, half:])
+        _repeat(factors, groups)
+        _nibbles(values, factors, far_side, codes[i, :half])
     return largest
 
 
@@ -235,25 +250,41 @@ def _bf16(value):
 
 
 @_jit
-def decode_q8(codes, token_scale, scale, offset, table, out):
-    """Codes int8 [m, D] into bf16 bits uint16 [m, D]; token_scale float32 [m], scale and offset [D]."""
-    for i in range(len(codes)):
-        token, row, into = token_scale[i], codes[i], out[i]
-        for d in range(len(row)):
-            into[d] = _bf16(offset[d] + (np.float32(row[d]) * token) * scale[d])
+def _wide(bits):
+    """The numbers float32 [n] of bf16 bits."""
+    values = np.empty(len(bits), np.float32)
+    for d in range(len(bits)):
+        values[d] = _number(np.uint32(bits[d]) << _16)
+    return values
 
 
 @_jit
-def _decode_half(pairs, shift, factors, scale, offset, into):
-    """Channels of the lower or the upper four bits of bytes uint8 [n] into bf16 bits [d]; factors float32 [G]."""
-    groups, width = len(factors), len(into)
-    for first in range(0, width, groups):
-        last = min(width, first + groups)
-        codes, scales, offsets, part = pairs[first:last], scale[first:last], offset[first:last], into[first:last]
-        for g in range(last - first):
-            nibble = np.uint32(np.uint32(codes[g]) >> shift) & np.uint32(15)
-            code = _number(np.uint32((nibble ^ np.uint32(8)) | _TWO_23)) - _TWO_23_AND_8
-            part[g] = _bf16(offsets[g] + (code * factors[g]) * scales[g])
+def decode_q8(codes, token_scale, scale, offset, table, out):
+    """Codes int8 [m, D] into bf16 bits uint16 [m, D]; bf16 bits of the scale of each row, and of the scale and offset
+    of each channel."""
+    tokens, scales, offsets = _wide(token_scale), _wide(scale), _wide(offset)
+    for i in range(len(codes)):
+        token, row, into = tokens[i], codes[i], out[i]
+        for d in range(len(row)):
+            into[d] = _bf16(offsets[d] + (np.float32(row[d]) * token) * scales[d])
+
+
+@_jit
+def _lower(row, factors, scales, offsets, out):
+    """bf16 bits [n] of the codes in the lower four bits of bytes uint8 [n]."""
+    for d in range(len(out)):
+        nibble = np.uint32(np.uint32(row[d]) & np.uint32(15)) ^ np.uint32(8)
+        code = _number(np.uint32(nibble | _TWO_23)) - _TWO_23_AND_8
+        out[d] = _bf16(offsets[d] + (code * factors[d]) * scales[d])
+
+
+@_jit
+def _upper(row, factors, scales, offsets, out):
+    """The same of the upper four."""
+    for d in range(len(out)):
+        nibble = np.uint32(np.uint32(row[d]) >> np.uint32(4)) ^ np.uint32(8)
+        code = _number(np.uint32(nibble | _TWO_23)) - _TWO_23_AND_8
+        out[d] = _bf16(offsets[d] + (code * factors[d]) * scales[d])
 
 
 @_jit
@@ -262,13 +293,15 @@ def decode_q4(codes, token_scale, scale, offset, table, out):
     width, groups = out.shape[1], codes.shape[1] // (_GROUP // 2 + 1)
     half = _GROUP // 2 * groups
     middle = min(half, width)
-    factors = np.empty(groups, np.float32)
+    tokens, scales, offsets = _wide(token_scale), _wide(scale), _wide(offset)
+    factors = np.empty(half, np.float32)
     for i in range(len(codes)):
         row = codes[i]
         for g in range(groups):
-            factors[g] = table[row[half + g]] * token_scale[i]
-        _decode_half(row, np.uint32(0), factors, scale[:middle], offset[:middle], out[i, :middle])
-        _decode_half(row, np.uint32(4), factors, scale[middle:], offset[middle:], out[i, middle:])
+            factors[g] = table[row[half + g]] * tokens[i]
+        _repeat(factors, groups)
+        _lower(row, factors, scales, offsets, out[i, :middle])
+        _upper(row, factors, scales[middle:], offsets[middle:], out[i, middle:])
 
 
 ENCODERS: Mapping[str, Any] = {"q8": encode_q8, "q4": encode_q4}
@@ -282,4 +315,4 @@ def compile_all() -> None:
     measure(bits, sizes[0])
     for layout, codes in {"q8": np.zeros((1, width), np.int8), "q4": np.zeros((1, 17), np.uint8)}.items():
         ENCODERS[layout](bits, channels, channels, np.zeros(1, np.uint8), codes, *sizes[:3])
-        DECODERS[layout](codes, sizes[3], channels, channels, np.zeros(256, np.float32), bits)
+        DECODERS[layout](codes, bits[0, :1], bits[0], bits[0], np.zeros(256, np.float32), bits)

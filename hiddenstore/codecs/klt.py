@@ -28,8 +28,9 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from hiddenstore.codecs.affine import SMALL, AffineCodec, Seen, channel_statistics, raw_rows, round_up_
+from hiddenstore.codecs.affine import SMALL, AffineCodec, Seen, round_up_
 from hiddenstore.codecs.base import Codec, EncodedLayers, RowPart, SmallField
+from hiddenstore.codecs.channels import channel_statistics, raw_rows
 from hiddenstore.errors import ConfigError, Kind
 
 TRANSFORM = "transform"

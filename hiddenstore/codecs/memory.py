@@ -33,7 +33,11 @@ class _Spare:
                 except ValueError:
                     continue
                 return block
-        return _Block(np.empty(size, dtype=np.uint8))
+        try:
+            return _Block(np.empty(size, dtype=np.uint8))
+        except MemoryError:
+            self._blocks.clear()
+            return _Block(np.empty(size, dtype=np.uint8))
 
     def give(self, block: "_Block") -> None:
         self._blocks.append(block)
@@ -51,8 +55,8 @@ class _Block:
 class _Lease:
     """What arrays of a block keep alive: behind the last of them the block is spare."""
 
-    def __init__(self, spare: _Spare, size: int) -> None:
-        self._spare, self._block = spare, spare.take(size)
+    def __init__(self, spare: _Spare, block: _Block) -> None:
+        self._spare, self._block = spare, block
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -72,6 +76,6 @@ def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     if size < _HUGE_BYTES or torch.device(device).type != "cpu":
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     step = 1 << ((size + _LINE_BYTES).bit_length() - 1 - _SIZES)
-    memory = np.asarray(_Lease(_SPARE, -(-(size + _LINE_BYTES) // step) * step))
+    memory = np.asarray(_Lease(_SPARE, _SPARE.take(-(-(size + _LINE_BYTES) // step) * step)))
     first = -memory.ctypes.data % _LINE_BYTES
     return torch.from_numpy(memory[first : first + size]).view(dtype).view(tuple(shape))

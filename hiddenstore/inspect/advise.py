@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hiddenstore.codecs import CODECS, FITTED, LAYOUTS, blosc_chunks, get_codec, get_layout
-from hiddenstore.codecs.affine import channel_statistics
 from hiddenstore.codecs.base import RAW_INDEX, Codec, Encoded, MaskedCodec, bits_to_tensor
+from hiddenstore.codecs.channels import channel_statistics
 from hiddenstore.codecs.recipes import RECIPES, recipe_name
 from hiddenstore.codecs.topk import TOPK_CODEC, pack_rows, top_tokens, unpack_rows
 from hiddenstore.errors import ConfigError, Kind
