@@ -270,11 +270,16 @@ def decode_q8(codes, token_scale, scale, offset, table, out):
 
 
 @_jit
+def _code(nibble):
+    """The number float32 of four bits uint32 in two's complement."""
+    return _number(np.uint32((nibble ^ np.uint32(8)) | _TWO_23)) - _TWO_23_AND_8
+
+
+@_jit
 def _lower(row, factors, scales, offsets, out):
     """bf16 bits [n] of the codes in the lower four bits of bytes uint8 [n]."""
     for d in range(len(out)):
-        nibble = np.uint32(np.uint32(row[d]) & np.uint32(15)) ^ np.uint32(8)
-        code = _number(np.uint32(nibble | _TWO_23)) - _TWO_23_AND_8
+        code = _code(np.uint32(np.uint32(row[d]) & np.uint32(15)))
         out[d] = _bf16(offsets[d] + (code * factors[d]) * scales[d])
 
 
@@ -282,8 +287,7 @@ def _lower(row, factors, scales, offsets, out):
 def _upper(row, factors, scales, offsets, out):
     """The same of the upper four."""
     for d in range(len(out)):
-        nibble = np.uint32(np.uint32(row[d]) >> np.uint32(4)) ^ np.uint32(8)
-        code = _number(np.uint32(nibble | _TWO_23)) - _TWO_23_AND_8
+        code = _code(np.uint32(np.uint32(row[d]) >> np.uint32(4)))
         out[d] = _bf16(offsets[d] + (code * factors[d]) * scales[d])
 
 
