@@ -42,28 +42,36 @@ _FAR_SIDE, _COARSE_FAR_SIDE = np.float32(8.5), np.float32(4.5)
 
 
 @intrinsic
-def _squares(_context: Any, row: Any) -> Any:
-    """Sums of squares float32 of the values d, d + 8, d + 16 … of bf16 bits [D], for d = 0 … 7, in vectors: a compiler
-    that may not reorder sums adds them one by one. Without the last D mod 8 values."""
+def _squares(_context: Any, rows: Any) -> Any:
+    """Sums of squares float32 of the values d, d + 8, d + 16 … of two rows of bf16 bits [D], for d = 0 … 7, of the
+    first and then of the other. In vectors: a compiler that may not reorder sums adds them one by one; of two rows at
+    once, as each sum waits for the one before. Without the last D mod 8 values."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        arrays = [
+            context.make_array(kind)(context, builder, value)
+            for kind, value in zip(signature.args[0], cgutils.unpack_tuple(builder, arguments[0]), strict=True)
+        ]
         halves, words, floats = (
             ir.VectorType(kind, _LANES) for kind in (ir.IntType(16), ir.IntType(32), ir.FloatType())
         )
         lanes = context.get_constant(types.intp, _LANES)
-        sums = cgutils.alloca_once_value(builder, ir.Constant(floats, [0.0] * _LANES))
-        with cgutils.for_range(builder, builder.udiv(builder.extract_value(array.shape, 0), lanes)) as loop:
-            place = builder.gep(array.data, [builder.mul(loop.index, lanes)])
-            bits = builder.load(builder.bitcast(place, halves.as_pointer()), align=2)
-            values = builder.shl(builder.zext(bits, words), ir.Constant(words, [16] * _LANES))
-            values = builder.bitcast(values, floats)
-            builder.store(builder.fadd(builder.load(sums), builder.fmul(values, values)), sums)
-        total = builder.load(sums)
-        numbers = [builder.extract_element(total, ir.Constant(ir.IntType(32), lane)) for lane in range(_LANES)]
+        sums = [cgutils.alloca_once_value(builder, ir.Constant(floats, [0.0] * _LANES)) for _ in arrays]
+        steps = builder.udiv(builder.extract_value(arrays[0].shape, 0), lanes)
+        with cgutils.for_range(builder, steps) as loop:
+            for array, total in zip(arrays, sums, strict=True):
+                place = builder.gep(array.data, [builder.mul(loop.index, lanes)])
+                bits = builder.load(builder.bitcast(place, halves.as_pointer()), align=2)
+                values = builder.bitcast(
+                    builder.shl(builder.zext(bits, words), ir.Constant(words, [16] * _LANES)), floats
+                )
+                builder.store(builder.fadd(builder.load(total), builder.fmul(values, values)), total)
+        totals = [builder.load(total) for total in sums]
+        places = [ir.Constant(ir.IntType(32), lane) for lane in range(_LANES)]
+        numbers = [builder.extract_element(total, place) for total in totals for place in places]
         return context.make_tuple(builder, signature.return_type, numbers)
 
-    return types.UniTuple(types.float32, _LANES)(row), emit
+    return types.UniTuple(types.float32, 2 * _LANES)(rows), emit
 
 
 @intrinsic
@@ -79,11 +87,11 @@ def _bits(_context: Any, value: Any) -> Any:
 
 
 @_jit
-def _norm(row):
-    """sqrt of the sum of squares, float32, of bf16 bits [D]; of a single one its magnitude, as in torch."""
+def _norm(row, sums):
+    """sqrt of the sum of squares, float32, of bf16 bits [D], by the sums of its lanes; of a single one its magnitude,
+    as in torch."""
     if len(row) == 1:
         return abs(_number(np.uint32(row[0]) << _16))
-    sums = _squares(row)
     total = sums[0]
     for lane in range(1, _LANES):
         total += sums[lane]
@@ -91,6 +99,15 @@ def _norm(row):
         value = _number(np.uint32(row[d]) << _16)
         total += value * value
     return np.sqrt(total)
+
+
+@_jit
+def _put_norms(bits, i, norms):
+    """The norms float32 of row ``i``, which is even, and of the next one, if any, of bf16 bits [m, D]."""
+    last = min(i + 1, len(bits) - 1)
+    sums = _squares((bits[i], bits[last]))
+    norms[i] = _norm(bits[i], sums[:_LANES])
+    norms[last] = _norm(bits[last], sums[_LANES:])
 
 
 @_jit
@@ -107,7 +124,8 @@ def measure(bits, norms):
     """The norm float32 [m] of each row of bf16 bits uint16 [m, D]; the bits of the largest magnitude among them."""
     largest = np.uint16(0)
     for i in range(len(bits)):
-        norms[i] = _norm(bits[i])
+        if i % 2 == 0:
+            _put_norms(bits, i, norms)
         largest = max(largest, _largest(bits[i]))
     return largest
 
@@ -138,7 +156,8 @@ def encode_q8(bits, offset, inverse, coarse, codes, token_scale, peak, norms):
     values = np.empty(width, np.float32)
     largest = np.uint16(0)
     for i in range(len(bits)):
-        norms[i] = _norm(bits[i])
+        if i % 2 == 0:
+            _put_norms(bits, i, norms)
         largest = max(largest, _largest(bits[i]))
         peak[i] = _number(_scaled(bits[i], offset, inverse, values))
         token_scale[i] = _round_up(peak[i] / _Q8_LARGEST, _Q8_SMALLEST_SCALE)
@@ -229,7 +248,8 @@ def encode_q4(bits, offset, inverse, coarse, codes, token_scale, peak, norms):
     above, below, factors = scratch[0], scratch[1], scratch[2]
     largest = np.uint16(0)
     for i in range(len(bits)):
-        norms[i] = _norm(bits[i])
+        if i % 2 == 0:
+            _put_norms(bits, i, norms)
         largest = max(largest, _largest(bits[i]))
         peak[i] = _number(_scaled(bits[i], offset, inverse, values))
         far_side = _COARSE_FAR_SIDE if coarse[i] else _FAR_SIDE
