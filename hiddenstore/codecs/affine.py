@@ -74,6 +74,13 @@ class _Layer:
     fine: np.ndarray | None
     seen: Seen | None
 
+    @property
+    def suits_kernels(self) -> bool:
+        """Whether kernels, which check nothing, can take it."""
+        width, tokens = len(self.scale), sum(map(len, self.parts))
+        alike = all(part.dtype == torch.bfloat16 and part.shape[1:] == (width,) for part in self.parts)
+        return self.scale.device.type == "cpu" and alike and (self.fine is None or len(self.fine) == tokens)
+
 
 @dataclass(frozen=True)
 class AffineCodec(ABC):
@@ -194,8 +201,8 @@ class AffineCodec(ABC):
     def _decode_run(self, codes: Tensor, scales: Sequence[Any], out: Tensor) -> None:
         """Codes [m, C] into ``out`` bf16 [m, D]; bf16 bits uint16 of the scale of each row [m], and of the scale and
         the offset of each channel [D], as arrays, or as tensors where the codes are."""
-        layout = _kernel_layout(type(self), _DECODING) if codes.device.type == "cpu" else None
-        if layout is not None and all(isinstance(bits, np.ndarray) for bits in scales) and _lie_well(codes, out):
+        layout = _kernel_layout(type(self), _DECODING)
+        if layout is not None and self._suits_kernels(codes, scales, out):
             kernels = cpu_kernels(out.numel())
             if kernels is not None:
                 bits = [one if one.flags.writeable and one.flags.c_contiguous else one.copy() for one in scales]
@@ -204,6 +211,21 @@ class AffineCodec(ABC):
                 return
         tokens, scale, offset = (bits_to_tensor(bits, codes.device).float() for bits in scales)
         self._scaled(codes, tokens, scale, offset, out)
+
+    def _suits_kernels(self, codes: Tensor, scales: Sequence[Any], out: Tensor) -> bool:
+        """Whether kernels, which check nothing, can take the arguments of ``_decode_run`` as they are."""
+        rows, width = out.shape
+        shapes = [(rows,), (width,), (width,)]
+        arrays = all(isinstance(one, np.ndarray) and one.dtype == np.uint16 for one in scales)
+        return (
+            codes.device.type == out.device.type == "cpu"
+            and (codes.dtype, out.dtype) == (getattr(torch, self.code_dtype), torch.bfloat16)
+            and codes.shape == (rows, self.code_columns(width))
+            and arrays
+            and [one.shape for one in scales] == shapes
+            and codes.is_contiguous()
+            and out.is_contiguous()
+        )
 
     def _scaled(self, codes: Tensor, token_scale: Tensor, scale: Tensor, offset: Tensor, out: Tensor) -> None:
         """Codes [m, C] into ``out`` bf16 [m, D]; token_scale fp32 [m]; scale and offset fp32 [D], or [m, D]."""
@@ -227,7 +249,7 @@ class AffineCodec(ABC):
         tokens, width, device = sum(map(len, layer.parts)), len(layer.scale), layer.scale.device
         codes = fresh((tokens, self.code_columns(width)), getattr(torch, self.code_dtype), device)
         peak, token_scale = torch.empty((2, tokens), dtype=torch.float32, device=device)
-        layout = _kernel_layout(type(self), _ENCODING) if device.type == "cpu" else None
+        layout = _kernel_layout(type(self), _ENCODING) if layer.suits_kernels else None
         kernels = None if layout is None else cpu_kernels(tokens * width)
         if kernels is None:
             self._encode_by_torch(layer, codes, token_scale, peak)
@@ -287,21 +309,20 @@ class AffineCodec(ABC):
 
 def _encode_by(encode: Any, layer: _Layer, results: Sequence[np.ndarray]) -> None:
     """Codes [T, C], token scales and peaks float32 [T] of a layer on the CPU, by a kernel."""
-    width, start = len(layer.scale), 0
     offset, inverse = layer.offset.numpy(), layer.scale.reciprocal().numpy()
     norms = np.empty(len(results[0]), dtype=np.float32)
     coarse = np.zeros(len(norms), np.uint8) if layer.fine is None else (~layer.fine).astype(np.uint8)
-    for part in layer.parts:
-        bits, of_part = bits_to_numpy(part), slice(start, start + len(part))
-        arrays = [array[of_part] for array in (coarse, *results, norms)]
+    lengths = list(map(len, layer.parts))
+    ends, bits = [0, *accumulate(lengths)], list(map(bits_to_numpy, layer.parts))
 
-        def encode_rows(rows: slice, bits: np.ndarray = bits, arrays: Sequence[np.ndarray] = arrays) -> int:
-            return int(encode(bits[rows], offset, inverse, *(array[rows] for array in arrays)))
+    def encode_rows(part: int, rows: slice) -> int:
+        of_unit = slice(ends[part] + rows.start, ends[part] + rows.stop)
+        return int(encode(bits[part][rows], offset, inverse, *(array[of_unit] for array in (coarse, *results, norms))))
 
-        for rows, largest in in_blocks(len(part), width, encode_rows):
-            if layer.seen is not None:
-                layer.seen.add_norms(part[rows], arrays[-1][rows], largest)
-        start = of_part.stop
+    for part, rows, largest in in_blocks(lengths, len(offset), encode_rows):
+        if layer.seen is not None:
+            of_unit = slice(ends[part] + rows.start, ends[part] + rows.stop)
+            layer.seen.add_norms(layer.parts[part][rows], norms[of_unit], largest)
 
 
 @cache
@@ -317,11 +338,6 @@ def _stored(shared: Mapping[str, np.ndarray], layer: int, device: torch.device) 
     """Channel scale and offset float32 [D] of a layer of a stored unit."""
     scale, offset = (bits_to_tensor(shared[name][layer], device) for name in ("channel_scale", "channel_offset"))
     return scale.float(), offset.float()
-
-
-def _lie_well(*tensors: Tensor) -> bool:
-    """Whether a kernel can take them as they are."""
-    return all(tensor.is_contiguous() for tensor in tensors)
 
 
 def _put_raw(index: np.ndarray, rows: np.ndarray, out: Tensor) -> None:
@@ -516,5 +532,5 @@ def _e4m3_values(device: torch.device) -> Tensor:
 
 Q4 = Q4Codec()
 _LAYOUT = ("columns", "code_columns")
-_ENCODING = (*_LAYOUT, "codes_of", "_quantise")
+_ENCODING = (*_LAYOUT, "codes_of", "_quantise", "_encode_by_torch")
 _DECODING = (*_LAYOUT, "values_of", "decode", "decode_rows", "_decode_run", "_scaled")

@@ -1,7 +1,7 @@
 """Kernels of ours that stand in for torch where they can be had: triton's on a GPU, numba's on a CPU. Their bits are
 those of torch, so that a store does not tell who wrote it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -79,17 +79,23 @@ def _numba_kernels() -> Any:
         kernels.measure(np.zeros((1, 8), np.uint16), np.empty(1, np.float32))
     except Exception as error:  # noqa: BLE001 - a compiler of another numpy, or for another machine, says so its own way
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        console.output().warn(f"numba compiles nothing here, so that codecs take four times as long: {reason}")
+        console.output().warn(f"numba compiles nothing here, so that codecs take two to four times as long: {reason}")
         return None
     return kernels
 
 
-def in_blocks(rows: int, width: int, work: Callable[[slice], T]) -> list[tuple[slice, T]]:
-    """``work`` of every block of so many rows of ``width`` values, on as many threads as torch uses; in their order."""
+def in_blocks(lengths: Sequence[int], width: int, work: Callable[[int, slice], T]) -> list[tuple[int, slice, T]]:
+    """``work`` of every block of rows of ``width`` values, by the number of its part and its rows in it, on as many
+    threads as torch uses; ``lengths``: rows of each part. In their order."""
     step = max(1, _BLOCK_VALUES // max(1, width))
-    blocks = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-    threads = min(torch.get_num_threads(), len(blocks))
+    blocks = [
+        (number, slice(start, min(start + step, rows)))
+        for number, rows in enumerate(lengths)
+        for start in range(0, rows, step)
+    ]
+    threads = min(torch.get_num_threads(), len(blocks), -(-sum(lengths) // step))
     if threads < 2:
-        return [(block, work(block)) for block in blocks]
+        return [(*block, work(*block)) for block in blocks]
     with Threads(threads) as pool:
-        return list(zip(blocks, pool.map(work, blocks), strict=True))
+        results = pool.map(work, *zip(*blocks, strict=True))
+        return [(*block, result) for block, result in zip(blocks, results, strict=True)]

@@ -1,5 +1,6 @@
 """Rows on a CPU in one passage each, by kernels that numba compiles: measured, encoded and decoded with the bits of
-torch's arithmetic in ``AffineCodec`` and ``RowStats``, which takes ten passages.
+torch's arithmetic in ``AffineCodec`` and ``RowStats``, which takes ten passages. (On other processors than x86 torch
+adds squares in another order, so that the last bit of a norm may differ there.)
 
 Importing this imports numba; a kernel is compiled when it is first called, which takes about a second. The interpreter
 lock is free while one runs.
@@ -7,6 +8,7 @@ lock is free while one runs.
 Shapes: m rows of a block, D width, C columns of a code array, G groups of ``q4``.
 """
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +16,15 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
+
+# A child that is forked while a thread compiles would wait for that thread for ever.
+os.register_at_fork(
+    before=global_compiler_lock.acquire,
+    after_in_parent=global_compiler_lock.release,
+    after_in_child=global_compiler_lock.release,
+)
 
 # A difference of the last bit is one: nothing may be fused or put in another order.
 _jit = njit(nogil=True, fastmath=False, error_model="numpy", boundscheck=False)

@@ -4,6 +4,7 @@ is new costs a fault and zeros, together as much as encoding what is written the
 import math
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ class _Spare:
     """Blocks uint8 [bytes] that nobody uses, the newest last."""
 
     def __init__(self) -> None:
-        # Whatever a lease does when it ends may interrupt anything here: each step is one call.
+        # A lease that ends may interrupt anything here, in this thread too, so there is no lock.
         self._blocks: deque[_Block] = deque()
 
     def take(self, size: int) -> "_Block":
@@ -40,9 +41,13 @@ class _Spare:
             return _Block(np.empty(size, dtype=np.uint8))
 
     def give(self, block: "_Block") -> None:
+        if len(block.memory) > _MOST_SPARE_BYTES:
+            return
         self._blocks.append(block)
-        while sum(len(block.memory) for block in list(self._blocks)) > _MOST_SPARE_BYTES:
-            self._blocks.popleft()
+        # Another lease may end meanwhile and take blocks away too.
+        with suppress(IndexError):
+            while sum(len(block.memory) for block in list(self._blocks)) > _MOST_SPARE_BYTES:
+                self._blocks.popleft()
 
 
 class _Block:

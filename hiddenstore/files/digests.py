@@ -57,7 +57,7 @@ class TreeDigest:
         if self._length + len(data) >= PIECE_BYTES:
             self.update(data)
             return
-        self._crc = crc32c(data, self._crc)
+        self._crc = crc32c(data, self._crc if self._length else 0)
         self._length += len(data)
 
     def hexdigest(self) -> str:

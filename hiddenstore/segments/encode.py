@@ -26,6 +26,8 @@ from schemas import FINAL, CaptureSpec, LayerStats, SampleEntry, field_name
 _STATS_ELEMENTS = 1 << 19
 # More than what float32 loses of the norm of a row.
 _NORM_MARGIN = 1.001
+# Of rows this short the squares are nothing in float32, or nearly, and their norm says nothing.
+_SQUARES_VANISH = 1e-18
 _FEW_ROWS = 16
 # Smaller samples cost more in calls than in being joined.
 _JOINED_ELEMENTS = 1 << 16
@@ -121,7 +123,7 @@ class RowStats:
     def _peak_of(self, values: Tensor, norms: np.ndarray) -> float:
         """The largest |value| of float32 rows of these norms, or that of the rows before, which is larger: no value is
         larger than its row is long, and behind a first token, which most models make huge, few rows are that long."""
-        suspects = np.flatnonzero(norms * _NORM_MARGIN > self.peak)
+        suspects = np.flatnonzero((norms * _NORM_MARGIN > self.peak) | (norms < _SQUARES_VANISH))
         if not len(suspects):
             return self.peak
         return _peak(values if len(suspects) > len(norms) // _FEW_ROWS else values[suspects])
@@ -131,10 +133,12 @@ class RowStats:
         if not len(states):
             return
         tokens, width = states.shape
-        kernels = cpu_kernels(states.numel()) if states.device.type == "cpu" else None
+        is_ours = states.device.type == "cpu" and states.dtype == torch.bfloat16
+        kernels = cpu_kernels(states.numel()) if is_ours else None
         if kernels is not None:
             bits, norms = bits_to_numpy(states), np.empty(tokens, dtype=np.float32)
-            for rows, largest in in_blocks(tokens, width, lambda rows: int(kernels.measure(bits[rows], norms[rows]))):
+            found = in_blocks([tokens], width, lambda _, rows: int(kernels.measure(bits[rows], norms[rows])))
+            for _, rows, largest in found:
                 self.add_norms(states[rows], norms[rows], largest)
             return
         step = max(1, _STATS_ELEMENTS // max(1, width)) if states.device.type == "cpu" else tokens

@@ -40,6 +40,18 @@ def test_a_tree_is_that_of_the_page_however_the_bytes_arrive(size: int, step: in
     assert digest.hexdigest() == tree_of(data)
 
 
+@pytest.mark.parametrize("size", [PIECE_BYTES - 64, PIECE_BYTES - 30, PIECE_BYTES, 2 * PIECE_BYTES, 1000])
+def test_a_few_bytes_between_pieces_count_wherever_they_fall(size: int) -> None:
+    random = np.random.default_rng(size)
+    digest, whole = TreeDigest(), b""
+    for _ in range(4):
+        body, few = random.bytes(size), random.bytes(64)
+        assert digest.update(body) == google_crc32c.value(body)
+        digest.extend(few)
+        whole += body + few
+    assert digest.hexdigest() == tree_of(whole)
+
+
 def test_zeros_in_another_number_and_swapped_pieces_have_another_tree() -> None:
     one, other = bytes([1]) * PIECE_BYTES, bytes([2]) * PIECE_BYTES
     trees = {tree_of(data) for data in (one + other, other + one, bytes(5), bytes(6), bytes(PIECE_BYTES), b"")}

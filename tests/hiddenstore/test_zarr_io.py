@@ -152,6 +152,16 @@ def test_entries_name_size_and_digest_of_what_is_on_disk(tmp_path: Path) -> None
         assert (entry.tree is not None) == whole
 
 
+@pytest.mark.parametrize("width", [8192, 4096, 2880, 8256])
+def test_a_digest_is_that_of_the_file_where_chunks_end_at_whole_pieces(tmp_path: Path, width: int) -> None:
+    fs, values = LocalFilesystem(tmp_path), random_values((65 + 128, width), "uint16")
+    entries = write_sharded(fs, "g", "x", shard_spec(193, width, 64), np.split(values, [3, 70, 128]))
+    for entry in entries:
+        data = (tmp_path / "g" / entry.path).read_bytes()
+        assert entry.size == len(data)
+        assert entry.tree == tree_of(data) if entry.tree else entry.sha256 == hashlib.sha256(data).hexdigest()
+
+
 @pytest.mark.parametrize("sizes", [[5_000_000, 3, 70_000, 1 << 19], [300] * 4000, [10] * 5, []])
 def test_a_hashed_file_holds_its_pieces_in_calls_that_end_at_whole_blocks(
     tmp_path: Path, sizes: list[int], monkeypatch: pytest.MonkeyPatch
