@@ -1,8 +1,7 @@
 """One format in a process of its own.
 
 CPU seconds are those of every thread of this process and of children it waited for, behind what numba takes to compile
-our kernels, some seconds a process; memory the samples are read into is
-one page-aligned buffer that exists before.
+our kernels, some seconds a process; memory the samples are read into is one page-aligned buffer that exists before.
 """
 
 import json

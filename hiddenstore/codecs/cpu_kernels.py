@@ -152,6 +152,16 @@ def _scaled(row, offset, inverse, values):
 
 
 @_jit
+def _begin(bits, i, offset, inverse, values, peak, norms):
+    """What any encoder starts row ``i`` with: its values, the largest |y| and the norm, this for two rows at a time;
+    the bits of the largest |h| of the row."""
+    if i % 2 == 0:
+        _put_norms(bits, i, norms)
+    peak[i] = _number(_scaled(bits[i], offset, inverse, values))
+    return _largest(bits[i])
+
+
+@_jit
 def _round_up(value, smallest):
     """The smallest bf16 number that is not below ``value``, and ``smallest`` at least."""
     value = _number(np.uint32(np.uint32(_bits(value) + _BELOW_BF16) & _BF16_BITS))
@@ -161,15 +171,13 @@ def _round_up(value, smallest):
 @_jit
 def encode_q8(bits, offset, inverse, coarse, codes, token_scale, peak, norms):
     """Codes int8 [m, D] of ``Q8Codec`` and per row, float32 [m], its scale, the largest |y| and the norm of h; the bits
-    of the largest |h|. bits uint16 [m, D]; offset and inverse of the channels' scale float32 [D]."""
+    of the largest |h|. bits uint16 [m, D]; offset and inverse of the channels' scale float32 [D]; ``coarse`` is for the
+    other encoder."""
     width = bits.shape[1]
     values = np.empty(width, np.float32)
     largest = np.uint16(0)
     for i in range(len(bits)):
-        if i % 2 == 0:
-            _put_norms(bits, i, norms)
-        largest = max(largest, _largest(bits[i]))
-        peak[i] = _number(_scaled(bits[i], offset, inverse, values))
+        largest = max(largest, _begin(bits, i, offset, inverse, values, peak, norms))
         token_scale[i] = _round_up(peak[i] / _Q8_LARGEST, _Q8_SMALLEST_SCALE)
         factor, row = _ONE / token_scale[i], codes[i]
         for d in range(width):
@@ -258,10 +266,7 @@ def encode_q4(bits, offset, inverse, coarse, codes, token_scale, peak, norms):
     above, below, factors = scratch[0], scratch[1], scratch[2]
     largest = np.uint16(0)
     for i in range(len(bits)):
-        if i % 2 == 0:
-            _put_norms(bits, i, norms)
-        largest = max(largest, _largest(bits[i]))
-        peak[i] = _number(_scaled(bits[i], offset, inverse, values))
+        largest = max(largest, _begin(bits, i, offset, inverse, values, peak, norms))
         far_side = _COARSE_FAR_SIDE if coarse[i] else _FAR_SIDE
         _extremes(values, above, below)
         most = _reach(above, below, far_side, factors[:groups])
@@ -291,7 +296,7 @@ def _wide(bits):
 @_jit
 def decode_q8(codes, token_scale, scale, offset, table, out):
     """Codes int8 [m, D] into bf16 bits uint16 [m, D]; bf16 bits of the scale of each row, and of the scale and offset
-    of each channel."""
+    of each channel; ``table`` is for the other decoder."""
     tokens, scales, offsets = _wide(token_scale), _wide(scale), _wide(offset)
     for i in range(len(codes)):
         token, row, into = tokens[i], codes[i], out[i]

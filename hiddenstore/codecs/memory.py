@@ -1,5 +1,5 @@
 """Memory of states and codes, which is used again: a unit takes about what the one before it took, and every page that
-is new costs a fault and zeros, together as much as encoding what is written there."""
+is new costs a fault and zeros. Measurements: docs/design/003."""
 
 import math
 from collections import deque

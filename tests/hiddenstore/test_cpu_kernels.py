@@ -115,6 +115,28 @@ def test_rows_that_are_only_measured_have_the_statistics_of_torch(
     assert measured(strided) == measured(rows)
 
 
+def test_kernels_are_what_encodes_decodes_and_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hiddenstore.codecs import cpu_kernels
+
+    ran: list[str] = []
+
+    def watched(name: str, kernel: Callable[..., object]) -> Callable[..., object]:
+        def run(*arrays: object) -> object:
+            ran.append(name)
+            return kernel(*arrays)
+
+        return run
+
+    compiled._numba_kernels()
+    monkeypatch.setattr(cpu_kernels, "ENCODERS", {"q8": watched("encode", cpu_kernels.encode_q8)})
+    monkeypatch.setattr(cpu_kernels, "DECODERS", {"q8": watched("decode", cpu_kernels.decode_q8)})
+    monkeypatch.setattr(cpu_kernels, "measure", watched("measure", cpu_kernels.measure))
+    rows = states(32, 7, False)
+    get_codec("q8").decode(encoded("q8", [rows], []).joined())
+    RowStats().measure(rows)
+    assert ran == ["encode", "decode", "measure"]
+
+
 def test_rows_whose_squares_vanish_have_a_largest_value_all_the_same(
     by_torch: Callable[[Callable[[], object]], object],
 ) -> None:
