@@ -193,6 +193,13 @@ class FaultDisk(PosixDisk):
     def write_all(self, handle: int, pieces: Sequence[memoryview]) -> None:
         self.write(handle, memoryview(b"".join(pieces)))
 
+    def reserve(self, handle: int, size: int, length: int) -> bool:
+        self._require_alive()
+        return False
+
+    def trim(self, handle: int, size: int) -> None:
+        self._require_alive()
+
     def sync_file(self, handle: int) -> None:
         with self._operation("sync_file"):
             file = self._open[handle]

@@ -43,7 +43,7 @@ from hiddenstore.store import Store
 BUDGET = 256 << 20
 SMALL_WIDTH, SMALL_SAMPLES = 64, 10_000
 # Writes are judged by their smallest figure, which takes more rounds to find.
-WRITE_ROUNDS = 2
+WRITE_ROUNDS = 4
 WRITING = ("write", "copy", "codecs")
 
 Groups = dict[str, list[Timing]]
@@ -301,7 +301,7 @@ def checks(bench: Bench) -> tuple[dict[str, Any], list[str]]:
     rows_of = {name: [timing.document() for timing in timings] for name, timings in groups.items()}
     gb = bench.raw.logical_bytes / 1e9
     command = f"python -m benchmarks.storage --checks --gb {gb:.1f} --rounds {bench.rounds}"
-    facts = f"`{command}`: {gb:.2f} GB of synthetic bf16 states (writes: a quarter of them, twice the rounds)."
+    facts = f"`{command}`: {gb:.2f} GB of synthetic bf16 states (writes: a quarter of them, four times the rounds)."
     lines = [f"# Cost of checks, {report.today()}", "", facts, ""]
     tables = [line for timings in groups.values() for line in ("", group_table(timings, bench.raw.logical_bytes))]
     return {"rows": rows_of}, [*lines, report.machine_line(), "", *checks_lines(groups), *tables]

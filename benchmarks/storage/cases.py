@@ -89,7 +89,7 @@ TITLES = {
     "loaders": "Loaders",
     "lossless": "Lossless",
     "cold": "From the disk: nothing in the page cache",
-    "write": "Writing (a quarter of the data, states in memory, twice the rounds)",
+    "write": "Writing (a quarter of the data, states in memory, four times the rounds)",
     "copy": "Copies of a raw store with the bundled target's head (D=192, V=1024, supervised final rows)",
     "codecs": "Codecs alone, in memory (a quarter of the data); encoding with the statistics of a commit record",
 }

@@ -36,6 +36,7 @@ class Worker:
         largest = max(int(np.prod(shape)) for shape in shapes)
         self.memory = np.frombuffer(mmap.mmap(-1, largest * 2), np.uint16)
         self.memory[:] = 0
+        self.states: list[np.ndarray] = []
 
     def out(self, index: int) -> np.ndarray:
         shape = self.raw.shape(index)
@@ -46,8 +47,10 @@ class Worker:
 
     def write(self, keep: bool) -> Answer:
         """Write all samples, from memory unless ``keep``; without it the files go again."""
-        states = None if keep else list(self.samples())
-        source: formats.Samples = self.samples if states is None else lambda: iter(states)
+        if not keep and not self.states:
+            # Once: memory that is taken anew every round is memory that the next files do without.
+            self.states = list(self.samples())
+        source: formats.Samples = self.samples if keep else lambda: iter(self.states)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         answer = timed(lambda: self.format.write(source))

@@ -112,15 +112,6 @@ def _norm(row, sums):
 
 
 @_jit
-def _put_norms(bits, i, norms):
-    """The norms float32 of row ``i``, which is even, and of the next one, if any, of bf16 bits [m, D]."""
-    last = min(i + 1, len(bits) - 1)
-    sums = _squares((bits[i], bits[last]))
-    norms[i] = _norm(bits[i], sums[:_LANES])
-    norms[last] = _norm(bits[last], sums[_LANES:])
-
-
-@_jit
 def _largest(row):
     """The bits of the largest magnitude among bf16 bits [D]."""
     largest = np.uint16(0)
@@ -130,13 +121,23 @@ def _largest(row):
 
 
 @_jit
+def _measure_two(bits, i, norms):
+    """The norms float32 of row ``i`` and of the next one, if any, of bf16 bits [m, D]; the bits of the largest
+    magnitude of both. That first: it waits for no sum, and so brings rows from memory twice as fast."""
+    last = min(i + 1, len(bits) - 1)
+    largest = max(_largest(bits[i]), _largest(bits[last]))
+    sums = _squares((bits[i], bits[last]))
+    norms[i] = _norm(bits[i], sums[:_LANES])
+    norms[last] = _norm(bits[last], sums[_LANES:])
+    return largest
+
+
+@_jit
 def measure(bits, norms):
     """The norm float32 [m] of each row of bf16 bits uint16 [m, D]; the bits of the largest magnitude among them."""
     largest = np.uint16(0)
-    for i in range(len(bits)):
-        if i % 2 == 0:
-            _put_norms(bits, i, norms)
-        largest = max(largest, _largest(bits[i]))
+    for i in range(0, len(bits), 2):
+        largest = max(largest, _measure_two(bits, i, norms))
     return largest
 
 
@@ -153,12 +154,11 @@ def _scaled(row, offset, inverse, values):
 
 @_jit
 def _begin(bits, i, offset, inverse, values, peak, norms):
-    """What any encoder starts row ``i`` with: its values, the largest |y| and the norm, this for two rows at a time;
-    the bits of the largest |h| of the row."""
-    if i % 2 == 0:
-        _put_norms(bits, i, norms)
+    """What any encoder starts row ``i`` with: its values and the largest |y|; of every second row also its norm and
+    that of the next one. The bits of the largest |h| of these two, 0 for the other rows."""
+    largest = _measure_two(bits, i, norms) if i % 2 == 0 else np.uint16(0)
     peak[i] = _number(_scaled(bits[i], offset, inverse, values))
-    return _largest(bits[i])
+    return largest
 
 
 @_jit

@@ -5,6 +5,7 @@ that would call it absent raise StorageError ``absence-unknown``.
 """
 
 import contextlib
+import ctypes
 import errno
 import os
 import resource
@@ -21,6 +22,21 @@ from hiddenstore.threads import Lock
 OPEN_FILES = 512
 """Most read descriptors that a process keeps open between reads, over all its stores."""
 _HOST = "user.hiddenstore.host"
+_KEEP_SIZE = 1
+"""Of Linux's fallocate: the file stays as long as it is."""
+
+
+def _fallocate() -> "Callable[[int, int, int, int], int] | None":
+    """Linux's own call: that of ``os`` writes zeros where a filesystem sets nothing aside."""
+    try:
+        call = ctypes.CDLL(None).fallocate
+    except (OSError, AttributeError):
+        return None
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return call
+
+
+_FALLOCATE = _fallocate()
 
 
 class PosixDisk:
@@ -57,6 +73,22 @@ class PosixDisk:
         done = os.writev(handle, pieces)
         if done != sum(map(len, pieces)):
             self.write(handle, memoryview(b"".join(pieces))[done:])
+
+    def reserve(self, handle: int, size: int, length: int) -> bool:
+        """Set room aside for so many bytes behind the ``size`` of a file, which stays as long as it is; False where
+        there is none to be had."""
+        if _FALLOCATE is None:
+            return False
+        if _FALLOCATE(handle, _KEEP_SIZE, size, length) == 0:
+            return True
+        # On a full disk it may have got some of it.
+        with contextlib.suppress(OSError):
+            self.trim(handle, size)
+        return False
+
+    def trim(self, handle: int, size: int) -> None:
+        """Give back the room behind a file of ``size`` bytes."""
+        os.ftruncate(handle, size)
 
     def sync_file(self, handle: int) -> None:
         os.fsync(handle)

@@ -305,6 +305,57 @@ def test_permission_denied_is_a_storage_error(tmp_path: Path, monkeypatch: pytes
     assert error.value.kind == "permission-denied"
 
 
+def test_a_large_file_is_as_long_as_its_bytes_and_keeps_no_room_behind_them(tmp_path: Path) -> None:
+    fs, piece = LocalFilesystem(tmp_path), os.urandom(700_001)
+    file = fs.create("large")
+    for number in range(9):
+        if number % 2:
+            file.write_all([memoryview(piece[:5]), memoryview(piece[5:])])
+        else:
+            file.write(piece)
+        assert (tmp_path / "large").stat().st_size == (number + 1) * len(piece)
+    file.close()
+    assert (tmp_path / "large").read_bytes() == 9 * piece
+    assert (tmp_path / "large").stat().st_blocks * 512 < 9 * len(piece) + (1 << 16)
+
+
+def test_room_is_set_aside_for_as_many_bytes_as_a_file_has(tmp_path: Path) -> None:
+    rooms: list[tuple[int, int]] = []
+
+    class WatchedDisk(PosixDisk):
+        def reserve(self, handle: int, size: int, length: int) -> bool:
+            rooms.append((size, length))
+            return super().reserve(handle, size, length)
+
+    file = LocalFilesystem(str(tmp_path), WatchedDisk()).create("large")
+    for _ in range(9):
+        file.write(bytes(1 << 20))
+    file.close()
+    assert rooms == [(1 << 20, 1 << 20), (2 << 20, 2 << 20), (4 << 20, 4 << 20), (8 << 20, 8 << 20)]
+
+
+def test_where_no_room_is_set_aside_a_file_is_written_all_the_same(tmp_path: Path) -> None:
+    calls = 0
+
+    class PlainDisk(PosixDisk):
+        def reserve(self, handle: int, size: int, length: int) -> bool:
+            nonlocal calls
+            calls += 1
+            return False
+
+        def trim(self, handle: int, size: int) -> None:
+            raise AssertionError("there is nothing to give back")
+
+    fs = LocalFilesystem(str(tmp_path), PlainDisk())
+    write_of = [os.urandom(1 << 20) for _ in range(5)]
+    file = fs.create("large")
+    for data in write_of:
+        file.write(data)
+    file.close()
+    assert fs.read("large") == b"".join(write_of)
+    assert calls == 1
+
+
 def test_sixty_open_stores_share_the_descriptors_of_the_process_a15(tmp_path: Path) -> None:
     stores = [LocalFilesystem(tmp_path / str(number)) for number in range(60)]
     for fs in stores:

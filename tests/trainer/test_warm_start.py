@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from hiddenstore.errors import ConfigError, ConflictError, NotFoundError
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
 from tests.trainer.runs import WORDS, tiny_store
 from trainer.train import checkpoint
 from trainer.train.loop import train
 from trainer.train.run_folder import load_drafter
+from trainer.vocab import DraftVocab
 
 SHAPE = [word for word in WORDS if word.startswith(("drafter.", "data.", "loss."))]
 REST = ["data.batch_tokens=160", "data.pack_tokens=80", "loss.steps=3", "train.validate_every=0"]
@@ -108,3 +109,26 @@ def test_another_target_and_no_run_at_all_are_refused(store: Store, first: Path,
     assert caught.value.kind == "init-differs"
     with pytest.raises(NotFoundError, match="no run with a checkpoint"):
         train(store.path, tmp_path / "run", words=[f"train.init_from={tmp_path}"])
+
+
+def test_a_vocabulary_of_the_same_size_from_another_run_is_refused_by_whoever_reads_it(
+    store: Store, first: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(first, run)
+    vocab = load_drafter(run).vocab
+    unknown = (~vocab.t2d).nonzero()[:1, 0]
+    other = DraftVocab.of_ids(torch.cat([vocab.target_ids[1:], unknown]), len(vocab.t2d))
+    (run / checkpoint.VOCAB).write_bytes(other.save_bytes())
+    words = [*REST, f"train.init_from={run / 'checkpoints/step-2'}", "train.max_steps=1"]
+    for read in (
+        lambda: load_drafter(run),
+        lambda: train(store.path, run, resume=True, words=["train.max_steps=5"]),
+        lambda: train(store.path, tmp_path / "new", words=words),
+    ):
+        with pytest.raises(CorruptionError, match="not the draft vocabulary of this run") as error:
+            read()
+        assert error.value.kind == "vocab-corrupt"
+    (run / checkpoint.VOCAB).write_bytes(vocab.save_bytes())
+    train(store.path, run, resume=True, words=["train.max_steps=5"])
+    assert load_drafter(run).step == 5

@@ -128,8 +128,8 @@ class RunInfo:
         return facts_table(f"Run {self.run}", {**facts, "aux layers": ", ".join(map(str, drafter.aux_layers))})
 
     def vocab(self, target_size: int) -> DraftVocab:
-        """Its draft vocabulary, out of the ``target_size`` tokens of its target."""
-        return DraftVocab.load(self.run / checkpoint.VOCAB, target_size)
+        """Its draft vocabulary, out of the ``target_size`` tokens of its target; raises as ``vocab_of``."""
+        return vocab_of(self.run, target_size)
 
     def start_facts(self) -> StartFacts:
         """What a run that starts from it records."""
@@ -228,12 +228,13 @@ def _text(value: object) -> str:
 
 class RunFacts(Document):
     """``run.json``: where the states came from. ``vocab_coverage``: share of supervised tokens the drafter knows.
-    ``init_from``: the checkpoint whose weights it started from; ``imported_from``: the folder it was read from; ``id``:
-    what trackers know it by."""
+    ``vocab_sha256``: of the file of its draft vocabulary, None of a run that named none. ``init_from``: the checkpoint
+    whose weights it started from; ``imported_from``: the folder it was read from; ``id``: what trackers know it by."""
 
     store: str
     capture: CaptureSpec
     vocab_coverage: float
+    vocab_sha256: str | None = None
     init_from: StartFacts | None = None
     imported_from: str | None = None
     id: str = ""
@@ -304,10 +305,12 @@ def create(
     the run's snapshot. Raises ConflictError: ``run-in-use``, ``output-exists``: another process came first;
     StorageError: ``store-read-only``, where the run is to follow the store."""
     start = None if config.train.init_from is None else describe(config.train.init_from)
+    vocab_bytes = vocab.save_bytes()
     facts = RunFacts(
         store=store.fs.address,
         capture=store.capture,
         vocab_coverage=covered,
+        vocab_sha256=sha256_hex(vocab_bytes),
         init_from=start and start.start_facts(),
         imported_from=imported_from,
         id=secrets.token_hex(8),
@@ -315,7 +318,7 @@ def create(
     # Random digits: a folder that is emptied and trained in anew is another run.
     snapshot = store.snapshot(f"run-{re.sub('[^A-Za-z0-9._-]', '-', path.name)[:60]}-{secrets.token_hex(4)}")
     files = {
-        checkpoint.VOCAB: vocab.save_bytes(),
+        checkpoint.VOCAB: vocab_bytes,
         CONFIG: _sealed(config),
         SNAPSHOT: seal(snapshot),
         RUN_JSON: seal(facts),
@@ -367,6 +370,24 @@ def pin(store: Store, name: str, *, must: bool = False) -> None:
 def read_facts(run: Path) -> RunFacts:
     """``run.json``, checked."""
     return unseal(read_whole(run / RUN_JSON), RunFacts, str(run / RUN_JSON))
+
+
+def vocab_of(run: Path, target_size: int) -> DraftVocab:
+    """The draft vocabulary of a run, whose rows its drafter's head has. Raises as ``DraftVocab.load``; CorruptionError
+    ``vocab-corrupt``: that of another run has taken its place."""
+    path = run / checkpoint.VOCAB
+    vocab = DraftVocab.load(path, target_size)
+    expected = read_facts(run).vocab_sha256 if (run / RUN_JSON).is_file() else None
+    actual = sha256_hex(read_whole(path))
+    if expected not in (None, actual):
+        raise CorruptionError(
+            f"{path} is not the draft vocabulary of this run: sha256 {actual[:16]}…, expected {expected[:16]}… by "
+            f"{RUN_JSON}",
+            kind=Kind.VOCAB_CORRUPT,
+            path=str(path),
+            hint="put the file of this run back; a drafter's head has a row for each of its tokens",
+        )
+    return vocab
 
 
 def reopen(options: TrainOptions) -> tuple[Store, TrainConfig]:

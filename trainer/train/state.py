@@ -48,6 +48,7 @@ from trainer.train.run_folder import (
     read_facts,
     reopen,
     run_snapshot,
+    vocab_of,
 )
 from trainer.vocab import DraftVocab, count_store, coverage
 
@@ -281,7 +282,7 @@ def _vocabulary(
 def _choose_vocabulary(options: TrainOptions, store: Store, config: TrainConfig, size: int) -> tuple[DraftVocab, float]:
     """That of the run, of the drafter it starts from, of ``vocab_file``, or the most frequent tokens."""
     if options.resume:
-        return DraftVocab.load(options.run / checkpoint.VOCAB, size), read_facts(options.run).vocab_coverage
+        return vocab_of(options.run, size), read_facts(options.run).vocab_coverage
     init_from, file = config.train.init_from, config.drafter.vocab_file
     _require_taught(store, config)
     if init_from is None and file is None and config.drafter.vocab_size >= store.capture.target.vocab_size:
