@@ -333,12 +333,22 @@ def open_target(
         tokenizer=tokenizer,
         config_sha256=config_sha256(raw | {member: digest for member, digest in beside.items() if digest}),
         tokenizer_sha256=tokenizer_sha256(tokenizer),
-        chat_template_sha256=chat_template_sha256(tokenizer.chat_template),
+        chat_template_sha256=_template_sha256(name, tokenizer.chat_template),
         trust_remote_code=trust_remote_code,
         quantisation=raw.get("quantization_config"),
         whole_config=config,
         adapter=merged,
     )
+
+
+def _template_sha256(name: str, template: str | Mapping[str, str] | None) -> str:
+    try:
+        return chat_template_sha256(template)
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the chat template of target {name} is no text: {error.object[error.start]!a} is half a character",
+            kind=Kind.TARGET_UNREADABLE,
+        ) from error
 
 
 def _tokenizer(name: str, trust_remote_code: bool, where: Mapping[str, Any]) -> Any:

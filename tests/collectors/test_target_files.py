@@ -249,3 +249,13 @@ def test_a_hub_id_without_a_network_is_refused_in_one_go_before_transformers_is_
     assert caught.value.kind == "target-unreadable"
     assert ("HF_HUB_OFFLINE is set" if is_said else "cannot be reached") in caught.value.message
     assert "hf download org/model" in (caught.value.hint or "")
+
+
+def test_a_chat_template_with_half_a_character_is_refused(tmp_path: Path) -> None:
+    folder = save_target(tmp_path)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "{{ messages }} \ud800"}))
+    error = refused(folder)
+    assert error.kind == "target-unreadable"
+    assert "'\\ud800' is half a character" in error.message
