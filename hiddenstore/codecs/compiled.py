@@ -4,6 +4,7 @@ those of torch, so that a store does not tell who wrote it."""
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
+from time import monotonic
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,8 +15,9 @@ from hiddenstore.threads import Lock, Threads
 
 T = TypeVar("T")
 
-# torch's passages over these cost about what compiling a kernel does, a CPU second or two.
-_WORTH_COMPILING = 1 << 29
+# torch's passages over these cost about what compiling a kernel does, a CPU second or two; whoever takes longer for as
+# many saves less than a hundredth of its time, for 120 MB that the compiler keeps.
+_WORTH_COMPILING, _WITHIN_S = 1 << 29, 60.0
 # A block is a millisecond or less, and a thread has a few dozen of a layer.
 _BLOCK_VALUES = 1 << 20
 
@@ -39,16 +41,19 @@ def gpu_kernels(device: torch.device) -> Any:
 
 
 class _Tally:
-    """Values that this process has left to torch."""
+    """Values that this process has left to torch in a minute, counted until they are enough."""
 
     def __init__(self) -> None:
-        self.values, self._lock = 0, Lock()
+        self.values, self._since, self._lock = 0, monotonic(), Lock()
 
     def passes(self, values: int, limit: int) -> bool:
-        """Whether they are more than ``limit``; if not, these are too."""
+        """Whether they came to ``limit``; if not, these are left to torch too."""
         with self._lock:
             if self.values >= limit:
                 return True
+            now = monotonic()
+            if now - self._since > _WITHIN_S:
+                self.values, self._since = 0, now
             self.values += values
             return False
 
@@ -58,7 +63,7 @@ _LEFT = _Tally()
 
 def cpu_kernels(values: int) -> Any:
     """The module of the kernels that run on a CPU, for so many values of states; None where torch is to compute them:
-    without numba, and until a process has had as many as pay for compiling."""
+    without numba, and until a process has had as many in a minute as pay for compiling."""
     return _numba_kernels() if _LEFT.passes(values, _WORTH_COMPILING) else None
 
 

@@ -212,6 +212,20 @@ def test_a_process_compiles_once_it_has_had_what_pays_for_it(monkeypatch: pytest
     assert compiled._numba_kernels() is not None
 
 
+def test_a_process_that_takes_longer_for_as_many_values_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(compiled, "monotonic", lambda: now)
+    monkeypatch.setattr(compiled, "_LEFT", compiled._Tally())
+    monkeypatch.setattr(compiled, "_WORTH_COMPILING", 1000)
+    for _ in range(9):
+        now += 40
+        assert compiled.cpu_kernels(400) is None
+    now += 10
+    assert compiled.cpu_kernels(400) is None
+    now += 1000
+    assert compiled.cpu_kernels(1) is compiled._numba_kernels()
+
+
 def test_without_numba_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "find_spec", lambda _name: None)
     compiled._numba_kernels.cache_clear()
