@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from collectors.regenerate.attention import newest_token
 from collectors.regenerate.rewrite import Beat
 from collectors.targets.load import LoadedTarget
 from hiddenstore.targets.attention import any_length
@@ -115,18 +116,33 @@ class _Batch:
     def run(self, beat: Beat) -> Iterator[tuple[int, Answer]]:
         width = self._prompt_ids.shape[1]
         tokens = self._draw(torch.cat(list(self._prefill(beat))))
-        for step in range(1, self._sampling.max_new_tokens + 1):
-            before = [self._rows[row] for row in self._running]
-            self._record(tokens)
-            yield from ((index, Answer(self._answers[index], True)) for index in before if self._ended[index])
-            beat(len(self._running), 0)
-            if not self._running or step == self._sampling.max_new_tokens:
-                break
-            tokens = self._compact(tokens)
-            mask = None if self._mask is None else self._mask[:, : width + step]
-            positions = (self._lengths + step - 1)[:, None]
-            tokens = self._draw(self._logits(tokens[:, None], mask, positions, self._cache))
+        with newest_token(self._target.parts.backbone, self._bytes_to_read()) as attention:
+            for step in range(1, self._sampling.max_new_tokens + 1):
+                before = [self._rows[row] for row in self._running]
+                self._record(tokens)
+                yield from ((index, Answer(self._answers[index], True)) for index in before if self._ended[index])
+                beat(len(self._running), 0)
+                if not self._running or step == self._sampling.max_new_tokens:
+                    break
+                tokens = self._compact(tokens)
+                mask = None if self._mask is None else self._mask[:, : width + step]
+                positions = (self._lengths + step - 1)[:, None]
+                with attention():
+                    logits = self._logits(tokens[:, None], mask, positions, self._cache)
+                tokens = self._draw(logits)
         yield from ((self._rows[row], Answer(self._answers[self._rows[row]], False)) for row in self._running)
+
+    def _bytes_to_read(self) -> int:
+        """Keys and values that the steps read if no answer ends before its limit, for an attention that reads them
+        where they are: those of rooms on a CPU, in bf16; 0 of others."""
+        layers = self._cache.layers
+        if self._target.device.type != "cpu" or not all(isinstance(layer, _RoomyLayer) for layer in layers):
+            return 0
+        if any(layer.keys.dtype != torch.bfloat16 for layer in layers):
+            return 0
+        steps = self._sampling.max_new_tokens
+        columns = int(self._lengths.sum()) * steps + len(self._lengths) * steps * steps // 2
+        return columns * sum(room[0, :, 0].nbytes for layer in layers for room in (layer.keys, layer.values))
 
     def _prefill(self, beat: Beat) -> Iterator[Tensor]:
         """Read the prompts, some rows at a time, and give the logits [rows, V] of the first token of each."""
