@@ -1,15 +1,16 @@
-"""The newest token of each row attends over its own columns, on a CPU in bf16: torch's fused kernel is slow for a single
-query, and reads the padding too. All that is not understood here goes to transformers' own function.
+"""The newest token of each row attends over its own columns, on a CPU in bf16: torch's fused kernel is slow for a
+single query, and reads the padding too. All that is not understood here goes to transformers' own function.
 
 Shapes: B rows, H query heads, G heads of keys and values, T columns written, C columns of a room, E width of a head.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, partial
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,14 +25,16 @@ NAME = "hiddenstore_newest"
 """Of this attention, among those of transformers."""
 
 WORTH_COMPILING = 2 << 30
-"""Bytes of keys and values that a batch reads. The kernel saves 0.2 s a GB and compiles in two, which a few batches like
-it pay for. It follows from the batch alone: a run that goes on gives the same answers, and the last bits differ."""
+"""Bytes of keys and values that a batch reads. The kernel saves 0.2 s a GB or more and compiles in two, which a few such
+batches pay for. The batch alone decides: a run that goes on gives the same answers so, though last bits differ."""
 
-_COLUMNS = 16
-"""Scored at once by the kernel; fewer are torch's."""
+_LANES = 16
+"""Numbers of a vector of the kernel, and columns that it scores at once; fewer are torch's."""
 
 # What blocks pass to any attention, and sdpa computes without.
 _PASSED_BY = frozenset({"position_ids", "use_cache", "cache_position", "sliding_window", "is_causal"})
+
+_newest: "ContextVar[_NewestToken | None]" = ContextVar("_newest", default=None)
 
 Step = Callable[[], AbstractContextManager[None]]
 """Around a forward of one new token a row."""
@@ -41,8 +44,7 @@ Step = Callable[[], AbstractContextManager[None]]
 def newest_token(backbone: Any, read: int) -> Iterator[Step]:
     """What the steps of a batch run in that reads ``read`` bytes of keys and values; each gives ``backbone`` its own
     attention back. Where this one is not for it nothing changes."""
-    config = getattr(backbone, "config", None)
-    if read < WORTH_COMPILING or getattr(config, "_attn_implementation", None) != "sdpa" or find_spec("numba") is None:
+    if read < WORTH_COMPILING or not _can_replace(backbone) or find_spec("numba") is None:
         yield nullcontext
         return
     AttentionInterface.register(NAME, _attention)
@@ -50,6 +52,12 @@ def newest_token(backbone: Any, read: int) -> Iterator[Step]:
     threads = torch.get_num_threads()
     with Threads(threads - 1) if threads > 1 else nullcontext() as pool:
         yield partial(_in_place_of_sdpa, backbone, _NewestToken(threads, pool))
+
+
+def _can_replace(backbone: Any) -> bool:
+    # A model that writes its attention out would say at each step that it cannot.
+    can_set = getattr(backbone, "_can_set_attn_implementation", lambda: False)
+    return getattr(getattr(backbone, "config", None), "_attn_implementation", None) == "sdpa" and bool(can_set())
 
 
 @contextmanager
@@ -105,7 +113,7 @@ class _NewestToken:
         groups, last = key.shape[1:3]
         shared = getattr(module, "num_key_value_groups", 1)
         columns = self._own_columns(mask, rows, last)
-        if groups * shared != heads or last < _COLUMNS or columns is None:
+        if groups * shared != heads or width % _LANES or last < _LANES or columns is None:
             return None
         attend = _kernel(width, shared)
         if attend is None:
@@ -118,7 +126,7 @@ class _NewestToken:
         def work(start: int, stop: int) -> None:
             attend(*arrays, start, stop, _bits(out[:, 0]))
 
-        parts = list(zip(bounds, bounds[1:], strict=False))
+        parts = list(pairwise(bounds))
         others = [self._pool.submit(work, *part) for part in parts[1:]] if self._pool else []
         work(*parts[0])
         for other in others:
@@ -155,8 +163,8 @@ def _room(states: Tensor, query: Tensor) -> np.ndarray | None:
     by_row, by_head, *inner = states.stride()
     capacity = by_head // width
     is_room = inner == [width, 1] and by_head == capacity * width and by_row == groups * by_head and capacity >= last
-    numbers = rows * groups * capacity * width
-    if not is_room or states.storage_offset() or states.untyped_storage().nbytes() < numbers * states.itemsize:
+    numbers = states.storage_offset() + rows * groups * capacity * width
+    if not is_room or states.untyped_storage().nbytes() < numbers * states.itemsize:
         return None
     return _bits(states.as_strided((rows, groups, capacity, width), states.stride()))
 
@@ -169,19 +177,14 @@ def _bits(states: Tensor) -> np.ndarray:
 @cache
 def _kernel(width: int, shared: int) -> Any:
     """The kernel for ``shared`` query heads of E numbers to each head of keys and values; None where there is none."""
-    if width % 16:
-        return None
     try:
         from collectors.regenerate.attention_kernel import attend_of
 
-        attend, one = attend_of(width, shared), np.zeros((1, 1, _COLUMNS, width), np.uint16)
+        attend, one = attend_of(width, shared), np.zeros((1, 1, _LANES, width), np.uint16)
         query = np.zeros((1, shared, width), np.uint16)
-        attend(query, one, one, np.zeros(1, np.int64), _COLUMNS, np.float32(1.0), 0, 1, query.copy())
+        attend(query, one, one, np.zeros(1, np.int64), _LANES, np.float32(1.0), 0, 1, query.copy())
     except Exception as error:  # noqa: BLE001 - a compiler of another numpy, or for another machine, says so its own way
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         console.output().warn(f"numba compiles nothing here, so that answers take a third longer: {reason}")
         return None
     return attend
-
-
-_newest: ContextVar[_NewestToken | None] = ContextVar("_newest", default=None)

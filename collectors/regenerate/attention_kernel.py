@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 from hiddenstore.codecs.cpu_kernels import bf16, bits_of, number
 
 LANES = 16
-"""Numbers of a vector, and columns that are scored at once: fewer are left to torch."""
+"""Numbers of a vector, and columns that are scored at once."""
 
 _jit = njit(nogil=True, fastmath=False, error_model="numpy", boundscheck=False)
 _summing = njit(nogil=True, fastmath={"reassoc"}, error_model="numpy", boundscheck=False)
@@ -93,7 +93,7 @@ def _scores(width: int, shared: int) -> Any:
     """Products of S queries with the keys of 16 columns."""
 
     @intrinsic
-    def scores(_context: Any, queries: Any, keys: Any, block: Any, out: Any, key: Any, column: Any, stride: Any) -> Any:
+    def scores(_context, queries, keys, block, out, key, column, stride):
         """out float32 [S, stride] from ``column`` on = queries float32 [S E] times keys, bf16 bits from element ``key``
         on; block float32 [16 E] is for them widened."""
 
@@ -126,7 +126,9 @@ def _mixed(width: int, shared: int) -> Any:
     """Sums of values by the weights of S heads."""
 
     @intrinsic
-    def mixed(_context: Any, weights: Any, values: Any, out: Any, value: Any, first: Any, last: Any, stride: Any) -> Any:
+    def mixed(
+        _context: Any, weights: Any, values: Any, out: Any, value: Any, first: Any, last: Any, stride: Any
+    ) -> Any:
         """out float32 [S E] = the sum over columns first … last - 1 of weights float32 [S, stride] times values, bf16
         bits of which column 0 is from element ``value`` on."""
         parts = width // LANES
@@ -203,9 +205,9 @@ def attend_of(width: int, shared: int) -> Any:
 
     @_jit
     def attend(queries, keys, values, first, last, scale, start, stop, out):
-        """out [B, H, E] = softmax(scale / log2(e) * q k) v of rows start … stop - 1, over the columns first[b] … last - 1
-        of each; queries [B, H, E], keys and values [B, G, C, E], all bf16 bits uint16; first int64 [B]; ``last`` is 16
-        at least."""
+        """out [B, H, E] = softmax(scale / log2(e) * q k) v of rows start … stop - 1, over the columns first[b] …
+        last - 1 of each; queries [B, H, E], keys and values [B, G, C, E], all bf16 bits uint16; first int64 [B]; last
+        is 16 at least."""
         groups, columns = keys.shape[1], keys.shape[2]
         query, block = np.empty(shared * width, np.float32), np.empty(LANES * width, np.float32)
         weights, sums = np.empty((shared, last), np.float32), np.empty(shared * width, np.float32)

@@ -6,6 +6,7 @@ The noise of a batch follows from its name, so that a batch that was cut short g
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -23,6 +24,10 @@ COMPACT_BELOW = 0.75
 PREFILL_TOKENS = {"cpu": 512, "cuda": 16384}
 """Tokens of prompts that are read at once, padding included. Neighbours of similar length pad little; a CPU multiplies
 128 rows as fast as 2,048, a GPU needs many (benchmarks/results/answers-2026-11-25.md)."""
+
+OPENING_WORTH = 128
+"""Tokens fewer to read from which on what all prompts begin with is read once, apart: one more forward takes about as
+long as 30 of them."""
 
 NUCLEUS_TOKENS = 1024
 """As many most often hold the share; a vocabulary in full order takes a CPU fourteen times longer."""
@@ -73,6 +78,14 @@ def prefill_parts(lengths: Sequence[int], most: int) -> list[tuple[slice, int]]:
     return parts
 
 
+def common_opening(prompts: Sequence[Sequence[int]]) -> int:
+    """Tokens that all prompts begin with, a system prompt most often, and that leave one of each; 0 where reading them
+    once is not worth a forward."""
+    alike = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False)))
+    alike = min(alike, *(len(prompt) - 1 for prompt in prompts))
+    return alike if alike * (len(prompts) - 1) >= OPENING_WORTH else 0
+
+
 def generate_batch(
     target: LoadedTarget,
     prompts: Sequence[Sequence[int]],
@@ -107,6 +120,7 @@ class _Batch:
         for row, prompt in enumerate(prompts):
             ids[row, longest - len(prompt) :] = torch.tensor(prompt)
             mask[row, longest - len(prompt) :] = True
+        self._opening = common_opening(prompts)
         self._prompt_ids = ids.to(target.device)
         # Prompts of one length need no mask, and attention without one is faster.
         self._mask = None if bool(mask.all()) else mask.to(target.device)
@@ -149,33 +163,53 @@ class _Batch:
         total, width = self._prompt_ids.shape
         layers = [layer for layer in self._cache.layers if isinstance(layer, _RoomyLayer)]
         # Only rooms of our own can be filled by rows.
+        is_by_rows = len(layers) == len(self._cache.layers)
+        opening = self._read_opening(layers) if is_by_rows else 0
+        lengths = self._lengths - opening
         most = PREFILL_TOKENS.get(self._target.device.type, PREFILL_TOKENS["cuda"])
-        whole = [(slice(0, total), width)]
-        parts = prefill_parts(self._lengths.tolist(), most) if len(layers) == len(self._cache.layers) else whole
+        parts = prefill_parts(lengths.tolist(), most) if is_by_rows else [(slice(0, total), width)]
         for rows, longest in parts:
             start = width - longest
             for layer in layers:
                 layer.part = (rows, start, total)
-            positions = torch.arange(longest, device=self._target.device) - (longest - self._lengths[rows, None])
-            mask = None if self._mask is None else self._mask[rows, start:width]
-            mask = None if mask is None or bool(mask.all()) else mask
-            yield self._logits(self._prompt_ids[rows, start:], mask, positions.clamp_min(0), self._cache)
+            places = torch.arange(longest, device=self._target.device) - (longest - lengths[rows, None])
+            mask = None if bool((places >= 0).all()) else places >= 0
+            if mask is not None and opening:
+                mask = torch.cat([mask.new_ones(len(mask), opening), mask], dim=1)
+            yield self._logits(self._prompt_ids[rows, start:], mask, opening + places.clamp_min(0), self._cache)
             beat(0, int(self._lengths[rows].sum()))
         for layer in layers:
-            layer.hand_out(width)
+            layer.hand_out(width, width - self._lengths)
+
+    def _read_opening(self, layers: "Sequence[_RoomyLayer]") -> int:
+        """Read what all prompts begin with, once; its tokens."""
+        if self._opening:
+            cache = DynamicCache(config=self._target.config)
+            longest = int(self._lengths.argmax())
+            ids = self._prompt_ids[longest : longest + 1, : self._opening]
+            self._hidden(ids, None, torch.arange(self._opening, device=ids.device)[None], cache)
+            for layer, read in zip(layers, cache.layers, strict=True):
+                layer.begin_with(read.keys, read.values)
+        return self._opening
 
     def _logits(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache) -> Tensor:
         """Run the target over ids [B, T] on top of ``cache``; the logits [B, V] behind the last of them."""
+        logits = self._target.lm_head(self._hidden(ids, mask, positions, cache)[:, -1]).float()
+        spec = self._target.head.spec
+        if spec.logit_scale != 1.0:
+            logits = logits * spec.logit_scale
+        if spec.final_logit_softcap is not None:
+            logits = torch.tanh(logits / spec.final_logit_softcap) * spec.final_logit_softcap
+        return logits
+
+    def _hidden(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache) -> Tensor:
+        """The final hidden [B, T, D]."""
         with any_length():
             output = self._target.parts.backbone(
                 input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
             )
-        logits = self._target.lm_head(output.last_hidden_state[:, -1]).float()
-        spec = self._target.head.spec
-        logits = logits * spec.logit_scale
-        if spec.final_logit_softcap is not None:
-            logits = torch.tanh(logits / spec.final_logit_softcap) * spec.final_logit_softcap
-        return logits
+        states: Tensor = output.last_hidden_state
+        return states
 
     def _draw(self, logits: Tensor) -> Tensor:
         if self._sampling.temperature == 0:
@@ -231,14 +265,20 @@ class _RoomyLayer(DynamicLayer):
     """Keys and values [B, G, capacity, E], of which the written rows are handed out: transformers' own layer joins the
     past and the newest row anew at every step, which on a CPU takes as long as the products.
 
-    ``part`` is which rows are written, from which column, and of how many; until ``hand_out`` each part is all there
-    is for the model, and what lies before its columns is never looked at."""
+    ``part`` is which rows are written, from which column, and of how many; until ``hand_out`` each part, behind the
+    opening of all rows, is all there is for the model, and what lies before its columns is never looked at."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self._capacity = capacity
         self._rooms: tuple[Tensor, ...] = ()
+        self._opening: tuple[Tensor, ...] = ()
         self.part: tuple[slice, int, int] | None = None
+
+    def begin_with(self, keys: Tensor, values: Tensor) -> None:
+        """What every row begins with, [1, G, T, E]."""
+        self.keys, self.values = self._opening = (keys, values)
+        self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         states, past = (key_states, value_states), self.get_seq_length()
@@ -250,19 +290,31 @@ class _RoomyLayer(DynamicLayer):
         end = start + key_states.shape[-2]
         for room, new in zip(self._rooms, states, strict=True):
             room[rows, ..., start:end, :] = new
-        if self.part is not None:
+        if self.part is None:
+            self.hand_out(end)
+            return self.keys, self.values
+        if not self._opening:
             return states
-        self.hand_out(end)
-        return self.keys, self.values
+        keys, values = (
+            torch.cat([opening.expand(len(new), *opening.shape[1:]), new], dim=-2)
+            for opening, new in zip(self._opening, states, strict=True)
+        )
+        return keys, values
 
     def batch_select_indices(self, indices: Tensor) -> None:
         end = self.get_seq_length()
         self._rooms = tuple(room[indices] for room in self._rooms)
         self.hand_out(end)
 
-    def hand_out(self, end: int) -> None:
-        """From here on the first ``end`` columns of every row are the past."""
-        self.part, self.is_initialized = None, True
+    def hand_out(self, end: int, starts: Tensor | None = None) -> None:
+        """From here on the first ``end`` columns of every row are the past; an opening goes to the columns from
+        ``starts`` int64 [B] on."""
+        for room, opening in zip(self._rooms, self._opening, strict=False):
+            if starts is not None:
+                columns = starts[:, None] + torch.arange(opening.shape[-2], device=room.device)
+                rows = torch.arange(len(room), device=room.device)[:, None]
+                room[rows, ..., columns, :] = opening[0].movedim(-2, 0)
+        self.part, self.is_initialized, self._opening = None, True, ()
         self.keys, self.values = (room[..., :end, :] for room in self._rooms)
 
 
