@@ -25,8 +25,8 @@ NAME = "hiddenstore_newest"
 """Of this attention, among those of transformers."""
 
 WORTH_COMPILING = 2 << 30
-"""Bytes of keys and values that a batch reads. The kernel saves 0.2 s a GB or more and compiles in two, which a few such
-batches pay for. The batch alone decides: a run that goes on gives the same answers so, though last bits differ."""
+"""Bytes of keys and values that a batch reads. The kernel saves 0.2 s a GB or more and compiles in two, which a few
+such batches pay for. The batch alone decides: a run that goes on gives the same answers so, though last bits differ."""
 
 _LANES = 16
 """Numbers of a vector of the kernel, and columns that it scores at once; fewer are torch's."""
@@ -104,7 +104,7 @@ class _NewestToken:
         """bf16 [B, 1, H, E] of query [B, H, 1, E] over key and value [B, G, T, E]; None where it is not understood."""
         if query.dtype != torch.bfloat16 or query.dim() != 4 or query.shape[2] != 1 or dropout:
             return None
-        if any(given is not None and name not in _PASSED_BY for name, given in more.items()):
+        if any(name not in _PASSED_BY and given is not None and given is not False for name, given in more.items()):
             return None
         rows, heads, _, width = query.shape
         keys, values = _room(key, query), _room(value, query)
