@@ -102,7 +102,9 @@ class _NewestToken:
         **more: Any,
     ) -> Tensor | None:
         """bf16 [B, 1, H, E] of query [B, H, 1, E] over key and value [B, G, T, E]; None where it is not understood."""
-        if query.dtype != torch.bfloat16 or query.dim() != 4 or query.shape[2] != 1 or dropout:
+        if query.device.type != "cpu" or query.dtype != torch.bfloat16 or query.dim() != 4:
+            return None
+        if query.shape[2] != 1 or dropout:
             return None
         if any(name not in _PASSED_BY and given is not None and given is not False for name, given in more.items()):
             return None

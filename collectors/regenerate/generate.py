@@ -29,6 +29,13 @@ OPENING_WORTH = 128
 """Tokens fewer to read from which on what all prompts begin with is read once, apart: one more forward takes about as
 long as 30 of them."""
 
+OPENING_COPIES = 8
+"""Columns that attend for each token that is read: their keys and values are copied for one layer at a time."""
+
+SUMS_BYTES = 24 << 20
+"""Of sums over the vocabulary at once: larger blocks than 32 MiB are not kept (``hiddenstore.threads``), and cost a
+fault for every page."""
+
 NUCLEUS_TOKENS = 1024
 """As many most often hold the share; a vocabulary in full order takes a CPU fourteen times longer."""
 
@@ -65,13 +72,15 @@ def prompt_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
 
-def prefill_parts(lengths: Sequence[int], most: int) -> list[tuple[slice, int]]:
-    """Neighbouring prompts of at most ``most`` tokens with their padding, one at least, and the longest of each."""
+def prefill_parts(lengths: Sequence[int], most: int, opening: int = 0) -> list[tuple[slice, int]]:
+    """Neighbouring prompts of at most ``most`` tokens with their padding, one at least, and the longest of each; behind
+    a long ``opening``, of which every row takes a copy, fewer."""
     parts: list[tuple[slice, int]] = []
     for row, length in enumerate(lengths):
         rows, longest = parts[-1] if parts else (slice(0, 0), 0)
         longest = max(longest, length)
-        if parts and (row + 1 - rows.start) * longest <= most:
+        count = row + 1 - rows.start
+        if parts and count * longest <= most and count * (opening + longest) <= OPENING_COPIES * most:
             parts[-1] = (slice(rows.start, row + 1), longest)
         else:
             parts.append((slice(row, row + 1), length))
@@ -120,7 +129,7 @@ class _Batch:
         for row, prompt in enumerate(prompts):
             ids[row, longest - len(prompt) :] = torch.tensor(prompt)
             mask[row, longest - len(prompt) :] = True
-        self._opening = common_opening(prompts)
+        self._opening = 0 if _turns_by_length(target.config) else common_opening(prompts)
         self._prompt_ids = ids.to(target.device)
         # Prompts of one length need no mask, and attention without one is faster.
         self._mask = None if bool(mask.all()) else mask.to(target.device)
@@ -167,7 +176,7 @@ class _Batch:
         opening = self._read_opening(layers) if is_by_rows else 0
         lengths = self._lengths - opening
         most = PREFILL_TOKENS.get(self._target.device.type, PREFILL_TOKENS["cuda"])
-        parts = prefill_parts(lengths.tolist(), most) if is_by_rows else [(slice(0, total), width)]
+        parts = prefill_parts(lengths.tolist(), most, opening) if is_by_rows else [(slice(0, total), width)]
         for rows, longest in parts:
             start = width - longest
             for layer in layers:
@@ -218,10 +227,13 @@ class _Batch:
         if self._sampling.top_p < 1:
             chances = nucleus(chances, self._sampling.top_p)
         # One uniform number a row; noise for every token of the vocabulary costs more than the target's own head.
-        sums = chances.cumsum(-1, dtype=torch.float64)
-        uniform = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device, generator=self._generator)
-        drawn = torch.searchsorted(sums, uniform * sums[:, -1:], right=True)[:, 0]
-        return drawn.clamp_max(sums.shape[-1] - 1)
+        uniform = torch.rand(len(chances), 1, dtype=torch.float64, device=chances.device, generator=self._generator)
+        rows = max(1, SUMS_BYTES // (8 * chances.shape[-1]))
+        drawn = []
+        for part, share in zip(chances.split(rows), uniform.split(rows), strict=True):
+            sums = part.cumsum(-1, dtype=torch.float64)
+            drawn.append(torch.searchsorted(sums, share * sums[:, -1:], right=True)[:, 0])
+        return torch.cat(drawn).clamp_max(chances.shape[-1] - 1)
 
     def _record(self, tokens: Tensor) -> None:
         """Append the drawn tokens of the rows that run; some end."""
@@ -244,6 +256,12 @@ class _Batch:
         self._rows = [self._rows[row] for row in self._running]
         self._running = list(range(len(self._rows)))
         return tokens[keep]
+
+
+def _turns_by_length(config: Any) -> bool:
+    """Whether rotations depend on how long a text is: an opening that is read alone would turn by other angles."""
+    rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
+    return "dynamic" in rope or "longrope" in rope
 
 
 def nucleus(chances: Tensor, top_p: float) -> Tensor:

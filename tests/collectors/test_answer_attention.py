@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from operator import itemgetter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -355,3 +356,32 @@ def test_an_opening_leaves_a_token_of_every_prompt_and_is_worth_a_forward() -> N
     assert generate.common_opening([long[:100], long[:100]]) == 0
     assert generate.common_opening([[*long[:60], 7], [*long[:60], 8], [*long[:60], 9]]) == 0
     assert generate.common_opening([[*long[:70], 7], [*long[:70], 8], [*long[:70], 9]]) == 70
+
+
+def test_behind_a_long_opening_fewer_rows_are_read_at_once() -> None:
+    lengths = [4] * 40
+    assert [rows.stop - rows.start for rows, _ in generate.prefill_parts(lengths, 80)] == [20, 20]
+    assert [rows.stop - rows.start for rows, _ in generate.prefill_parts(lengths, 80, 60)] == [10] * 4
+    assert [rows.stop - rows.start for rows, _ in generate.prefill_parts(lengths, 80, 9000)] == [1] * 40
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_parameters": {"rope_type": "dynamic"}}, {"rope_scaling": {"type": "longrope"}}]
+)
+def test_where_rotations_depend_on_the_length_of_a_text_no_opening_is_read_apart(
+    rope: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_target("llama")
+    prompts = [[1, *range(20, 80), last] for last in (81, 82, 83, 84)]
+    assert generate._Batch(target, prompts, GREEDY, "t")._opening == 61
+    turns = generate._turns_by_length
+    assert not turns(SimpleNamespace(rope_parameters={"rope_type": "default"}))
+    monkeypatch.setattr(generate, "_turns_by_length", lambda _config: turns(SimpleNamespace(**rope)))
+    assert generate._Batch(target, prompts, GREEDY, "t")._opening == 0
+
+
+def test_sums_of_a_few_rows_at_a_time_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("llama")
+    drawn = answers_of(target, Sampling(1.0, 10))
+    monkeypatch.setattr(generate, "SUMS_BYTES", 2 * 8 * 96)
+    assert answers_of(target, Sampling(1.0, 10)) == drawn
