@@ -6,6 +6,7 @@ The noise of a batch follows from its name, so that a batch that was cut short g
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from collectors.regenerate.attention import newest_token
 from collectors.regenerate.rewrite import Beat
 from collectors.targets.load import LoadedTarget
 from hiddenstore.targets.attention import any_length
@@ -22,6 +24,17 @@ COMPACT_BELOW = 0.75
 PREFILL_TOKENS = {"cpu": 512, "cuda": 16384}
 """Tokens of prompts that are read at once, padding included. Neighbours of similar length pad little; a CPU multiplies
 128 rows as fast as 2,048, a GPU needs many (benchmarks/results/answers-2026-11-25.md)."""
+
+OPENING_WORTH = 128
+"""Tokens fewer to read from which on what all prompts begin with is read once, apart: one more forward takes about as
+long as 30 of them."""
+
+OPENING_COPIES = 8
+"""Columns that attend for each token that is read: their keys and values are copied for one layer at a time."""
+
+SUMS_BYTES = 24 << 20
+"""Of sums over the vocabulary at once: larger blocks than 32 MiB are not kept (``hiddenstore.threads``), and cost a
+fault for every page."""
 
 NUCLEUS_TOKENS = 1024
 """As many most often hold the share; a vocabulary in full order takes a CPU fourteen times longer."""
@@ -59,17 +72,27 @@ def prompt_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
 
-def prefill_parts(lengths: Sequence[int], most: int) -> list[tuple[slice, int]]:
-    """Neighbouring prompts of at most ``most`` tokens with their padding, one at least, and the longest of each."""
+def prefill_parts(lengths: Sequence[int], most: int, opening: int = 0) -> list[tuple[slice, int]]:
+    """Neighbouring prompts of at most ``most`` tokens with their padding, one at least, and the longest of each; behind
+    a long ``opening``, of which every row takes a copy, fewer."""
     parts: list[tuple[slice, int]] = []
     for row, length in enumerate(lengths):
         rows, longest = parts[-1] if parts else (slice(0, 0), 0)
         longest = max(longest, length)
-        if parts and (row + 1 - rows.start) * longest <= most:
+        count = row + 1 - rows.start
+        if parts and count * longest <= most and count * (opening + longest) <= OPENING_COPIES * most:
             parts[-1] = (slice(rows.start, row + 1), longest)
         else:
             parts.append((slice(row, row + 1), length))
     return parts
+
+
+def common_opening(prompts: Sequence[Sequence[int]]) -> int:
+    """Tokens that all prompts begin with, a system prompt most often, and that leave one of each; 0 where reading them
+    once is not worth a forward."""
+    alike = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False)))
+    alike = min(alike, *(len(prompt) - 1 for prompt in prompts))
+    return alike if alike * (len(prompts) - 1) >= OPENING_WORTH else 0
 
 
 def generate_batch(
@@ -106,6 +129,7 @@ class _Batch:
         for row, prompt in enumerate(prompts):
             ids[row, longest - len(prompt) :] = torch.tensor(prompt)
             mask[row, longest - len(prompt) :] = True
+        self._opening = 0 if _turns_by_length(target.config) else common_opening(prompts)
         self._prompt_ids = ids.to(target.device)
         # Prompts of one length need no mask, and attention without one is faster.
         self._mask = None if bool(mask.all()) else mask.to(target.device)
@@ -115,51 +139,86 @@ class _Batch:
     def run(self, beat: Beat) -> Iterator[tuple[int, Answer]]:
         width = self._prompt_ids.shape[1]
         tokens = self._draw(torch.cat(list(self._prefill(beat))))
-        for step in range(1, self._sampling.max_new_tokens + 1):
-            before = [self._rows[row] for row in self._running]
-            self._record(tokens)
-            yield from ((index, Answer(self._answers[index], True)) for index in before if self._ended[index])
-            beat(len(self._running), 0)
-            if not self._running or step == self._sampling.max_new_tokens:
-                break
-            tokens = self._compact(tokens)
-            mask = None if self._mask is None else self._mask[:, : width + step]
-            positions = (self._lengths + step - 1)[:, None]
-            tokens = self._draw(self._logits(tokens[:, None], mask, positions, self._cache))
+        with newest_token(self._target.parts.backbone, self._bytes_to_read()) as attention:
+            for step in range(1, self._sampling.max_new_tokens + 1):
+                before = [self._rows[row] for row in self._running]
+                self._record(tokens)
+                yield from ((index, Answer(self._answers[index], True)) for index in before if self._ended[index])
+                beat(len(self._running), 0)
+                if not self._running or step == self._sampling.max_new_tokens:
+                    break
+                tokens = self._compact(tokens)
+                mask = None if self._mask is None else self._mask[:, : width + step]
+                positions = (self._lengths + step - 1)[:, None]
+                with attention():
+                    logits = self._logits(tokens[:, None], mask, positions, self._cache)
+                tokens = self._draw(logits)
         yield from ((self._rows[row], Answer(self._answers[self._rows[row]], False)) for row in self._running)
+
+    def _bytes_to_read(self) -> int:
+        """Keys and values that the steps read if no answer ends before its limit, for an attention that reads them
+        where they are: those of rooms on a CPU, in bf16; 0 of others."""
+        layers = self._cache.layers
+        if self._target.device.type != "cpu" or not all(isinstance(layer, _RoomyLayer) for layer in layers):
+            return 0
+        if any(layer.keys.dtype != torch.bfloat16 for layer in layers):
+            return 0
+        steps = self._sampling.max_new_tokens
+        columns = int(self._lengths.sum()) * steps + len(self._lengths) * steps * steps // 2
+        return columns * sum(room[0, :, 0].nbytes for layer in layers for room in (layer.keys, layer.values))
 
     def _prefill(self, beat: Beat) -> Iterator[Tensor]:
         """Read the prompts, some rows at a time, and give the logits [rows, V] of the first token of each."""
         total, width = self._prompt_ids.shape
         layers = [layer for layer in self._cache.layers if isinstance(layer, _RoomyLayer)]
         # Only rooms of our own can be filled by rows.
+        is_by_rows = len(layers) == len(self._cache.layers)
+        opening = self._read_opening(layers) if is_by_rows else 0
+        lengths = self._lengths - opening
         most = PREFILL_TOKENS.get(self._target.device.type, PREFILL_TOKENS["cuda"])
-        whole = [(slice(0, total), width)]
-        parts = prefill_parts(self._lengths.tolist(), most) if len(layers) == len(self._cache.layers) else whole
+        parts = prefill_parts(lengths.tolist(), most, opening) if is_by_rows else [(slice(0, total), width)]
         for rows, longest in parts:
             start = width - longest
             for layer in layers:
                 layer.part = (rows, start, total)
-            positions = torch.arange(longest, device=self._target.device) - (longest - self._lengths[rows, None])
-            mask = None if self._mask is None else self._mask[rows, start:width]
-            mask = None if mask is None or bool(mask.all()) else mask
-            yield self._logits(self._prompt_ids[rows, start:], mask, positions.clamp_min(0), self._cache)
+            places = torch.arange(longest, device=self._target.device) - (longest - lengths[rows, None])
+            mask = None if bool((places >= 0).all()) else places >= 0
+            if mask is not None and opening:
+                mask = torch.cat([mask.new_ones(len(mask), opening), mask], dim=1)
+            yield self._logits(self._prompt_ids[rows, start:], mask, opening + places.clamp_min(0), self._cache)
             beat(0, int(self._lengths[rows].sum()))
         for layer in layers:
-            layer.hand_out(width)
+            layer.hand_out(width, width - self._lengths)
+
+    def _read_opening(self, layers: "Sequence[_RoomyLayer]") -> int:
+        """Read what all prompts begin with, once; its tokens."""
+        if self._opening:
+            cache = DynamicCache(config=self._target.config)
+            longest = int(self._lengths.argmax())
+            ids = self._prompt_ids[longest : longest + 1, : self._opening]
+            self._hidden(ids, None, torch.arange(self._opening, device=ids.device)[None], cache)
+            for layer, read in zip(layers, cache.layers, strict=True):
+                layer.begin_with(read.keys, read.values)
+        return self._opening
 
     def _logits(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache) -> Tensor:
         """Run the target over ids [B, T] on top of ``cache``; the logits [B, V] behind the last of them."""
+        logits = self._target.lm_head(self._hidden(ids, mask, positions, cache)[:, -1]).float()
+        spec = self._target.head.spec
+        if spec.logit_scale != 1.0:
+            logits = logits * spec.logit_scale
+        if spec.final_logit_softcap is not None:
+            logits = torch.tanh(logits / spec.final_logit_softcap) * spec.final_logit_softcap
+        return logits
+
+    def _hidden(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache) -> Tensor:
+        """The final hidden [B, T, D]."""
         with any_length():
             output = self._target.parts.backbone(
                 input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
             )
-        logits = self._target.lm_head(output.last_hidden_state[:, -1]).float()
-        spec = self._target.head.spec
-        logits = logits * spec.logit_scale
-        if spec.final_logit_softcap is not None:
-            logits = torch.tanh(logits / spec.final_logit_softcap) * spec.final_logit_softcap
-        return logits
+        states: Tensor = output.last_hidden_state
+        return states
 
     def _draw(self, logits: Tensor) -> Tensor:
         if self._sampling.temperature == 0:
@@ -168,10 +227,13 @@ class _Batch:
         if self._sampling.top_p < 1:
             chances = nucleus(chances, self._sampling.top_p)
         # One uniform number a row; noise for every token of the vocabulary costs more than the target's own head.
-        sums = chances.cumsum(-1, dtype=torch.float64)
-        uniform = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device, generator=self._generator)
-        drawn = torch.searchsorted(sums, uniform * sums[:, -1:], right=True)[:, 0]
-        return drawn.clamp_max(sums.shape[-1] - 1)
+        uniform = torch.rand(len(chances), 1, dtype=torch.float64, device=chances.device, generator=self._generator)
+        rows = max(1, SUMS_BYTES // (8 * chances.shape[-1]))
+        drawn = []
+        for part, share in zip(chances.split(rows), uniform.split(rows), strict=True):
+            sums = part.cumsum(-1, dtype=torch.float64)
+            drawn.append(torch.searchsorted(sums, share * sums[:, -1:], right=True)[:, 0])
+        return torch.cat(drawn).clamp_max(chances.shape[-1] - 1)
 
     def _record(self, tokens: Tensor) -> None:
         """Append the drawn tokens of the rows that run; some end."""
@@ -196,6 +258,12 @@ class _Batch:
         return tokens[keep]
 
 
+def _turns_by_length(config: Any) -> bool:
+    """Whether rotations depend on how long a text is: an opening that is read alone would turn by other angles."""
+    rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
+    return "dynamic" in rope or "longrope" in rope
+
+
 def nucleus(chances: Tensor, top_p: float) -> Tensor:
     """Chances [..., V], 0 outside the smallest set of tokens that holds ``top_p`` of them; not renormalised."""
     vocab = chances.shape[-1]
@@ -215,14 +283,20 @@ class _RoomyLayer(DynamicLayer):
     """Keys and values [B, G, capacity, E], of which the written rows are handed out: transformers' own layer joins the
     past and the newest row anew at every step, which on a CPU takes as long as the products.
 
-    ``part`` is which rows are written, from which column, and of how many; until ``hand_out`` each part is all there
-    is for the model, and what lies before its columns is never looked at."""
+    ``part`` is which rows are written, from which column, and of how many; until ``hand_out`` each part, behind the
+    opening of all rows, is all there is for the model, and what lies before its columns is never looked at."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self._capacity = capacity
         self._rooms: tuple[Tensor, ...] = ()
+        self._opening: tuple[Tensor, ...] = ()
         self.part: tuple[slice, int, int] | None = None
+
+    def begin_with(self, keys: Tensor, values: Tensor) -> None:
+        """What every row begins with, [1, G, T, E]."""
+        self.keys, self.values = self._opening = (keys, values)
+        self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         states, past = (key_states, value_states), self.get_seq_length()
@@ -234,19 +308,31 @@ class _RoomyLayer(DynamicLayer):
         end = start + key_states.shape[-2]
         for room, new in zip(self._rooms, states, strict=True):
             room[rows, ..., start:end, :] = new
-        if self.part is not None:
+        if self.part is None:
+            self.hand_out(end)
+            return self.keys, self.values
+        if not self._opening:
             return states
-        self.hand_out(end)
-        return self.keys, self.values
+        keys, values = (
+            torch.cat([opening.expand(len(new), *opening.shape[1:]), new], dim=-2)
+            for opening, new in zip(self._opening, states, strict=True)
+        )
+        return keys, values
 
     def batch_select_indices(self, indices: Tensor) -> None:
         end = self.get_seq_length()
         self._rooms = tuple(room[indices] for room in self._rooms)
         self.hand_out(end)
 
-    def hand_out(self, end: int) -> None:
-        """From here on the first ``end`` columns of every row are the past."""
-        self.part, self.is_initialized = None, True
+    def hand_out(self, end: int, starts: Tensor | None = None) -> None:
+        """From here on the first ``end`` columns of every row are the past; an opening goes to the columns from
+        ``starts`` int64 [B] on."""
+        for room, opening in zip(self._rooms, self._opening, strict=False):
+            if starts is not None:
+                columns = starts[:, None] + torch.arange(opening.shape[-2], device=room.device)
+                rows = torch.arange(len(room), device=room.device)[:, None]
+                room[rows, ..., columns, :] = opening[0].movedim(-2, 0)
+        self.part, self.is_initialized, self._opening = None, True, ()
         self.keys, self.values = (room[..., :end, :] for room in self._rooms)
 
 

@@ -85,13 +85,13 @@ def _squares(_context: Any, rows: Any) -> Any:
 
 
 @intrinsic
-def _number(_context: Any, bits: Any) -> Any:
+def number(_context: Any, bits: Any) -> Any:
     """The float32 of these bits uint32."""
     return types.float32(types.uint32), lambda _c, builder, _s, arguments: builder.bitcast(arguments[0], ir.FloatType())
 
 
 @intrinsic
-def _bits(_context: Any, value: Any) -> Any:
+def bits_of(_context: Any, value: Any) -> Any:
     """The bits uint32 of a float32."""
     return types.uint32(types.float32), lambda _c, builder, _s, arguments: builder.bitcast(arguments[0], ir.IntType(32))
 
@@ -101,12 +101,12 @@ def _norm(row, sums):
     """sqrt of the sum of squares, float32, of bf16 bits [D], by the sums of its lanes; of a single one its magnitude,
     as in torch."""
     if len(row) == 1:
-        return abs(_number(np.uint32(row[0]) << _16))
+        return abs(number(np.uint32(row[0]) << _16))
     total = sums[0]
     for lane in range(1, _LANES):
         total += sums[lane]
     for d in range(len(row) // _LANES * _LANES, len(row)):
-        value = _number(np.uint32(row[d]) << _16)
+        value = number(np.uint32(row[d]) << _16)
         total += value * value
     return np.sqrt(total)
 
@@ -146,9 +146,9 @@ def _scaled(row, offset, inverse, values):
     """values float32 [D] = (h - offset) * inverse of bf16 bits [D]; the bits of the largest magnitude, NaN first."""
     largest = np.uint32(0)
     for d in range(len(row)):
-        value = (_number(np.uint32(row[d]) << _16) - offset[d]) * inverse[d]
+        value = (number(np.uint32(row[d]) << _16) - offset[d]) * inverse[d]
         values[d] = value
-        largest = max(largest, np.uint32(_bits(value) & _MAGNITUDE))
+        largest = max(largest, np.uint32(bits_of(value) & _MAGNITUDE))
     return largest
 
 
@@ -157,14 +157,14 @@ def _begin(bits, i, offset, inverse, values, peak, norms):
     """What any encoder starts row ``i`` with: its values and the largest |y|; of every second row also its norm and
     that of the next one. The bits of the largest |h| of these two, 0 for the other rows."""
     largest = _measure_two(bits, i, norms) if i % 2 == 0 else np.uint16(0)
-    peak[i] = _number(_scaled(bits[i], offset, inverse, values))
+    peak[i] = number(_scaled(bits[i], offset, inverse, values))
     return largest
 
 
 @_jit
 def _round_up(value, smallest):
     """The smallest bf16 number that is not below ``value``, and ``smallest`` at least."""
-    value = _number(np.uint32(np.uint32(_bits(value) + _BELOW_BF16) & _BF16_BITS))
+    value = number(np.uint32(np.uint32(bits_of(value) + _BELOW_BF16) & _BF16_BITS))
     return value if value > smallest else smallest
 
 
@@ -181,7 +181,7 @@ def encode_q8(bits, offset, inverse, coarse, codes, token_scale, peak, norms):
         token_scale[i] = _round_up(peak[i] / _Q8_LARGEST, _Q8_SMALLEST_SCALE)
         factor, row = _ONE / token_scale[i], codes[i]
         for d in range(width):
-            row[d] = np.int8(_bits(values[d] * factor + _ROUNDING))
+            row[d] = np.int8(bits_of(values[d] * factor + _ROUNDING))
     return largest
 
 
@@ -233,13 +233,13 @@ def _group_scales(above, below, scale, factors, stored):
     """E4M3 bits uint8 [G] of the groups' scales, and their reciprocals in place of what was wanted, float32 [G]."""
     for g in range(len(factors)):
         # Plus zero: the difference of a group of zeros would be -0.0, whose sign is written.
-        sign = np.uint32(_bits((-below[g] - above[g]) + _ZERO) & _SIGN)
+        sign = np.uint32(bits_of((-below[g] - above[g]) + _ZERO) & _SIGN)
         size = factors[g] / scale
         size = size if size > _E4M3_SMALLEST else _E4M3_SMALLEST
         size = size if size < _E4M3_LARGEST else _E4M3_LARGEST
-        rounded = np.uint32(np.uint32(_bits(size) + _E4M3_ROUND) >> _E4M3_SHIFT)
+        rounded = np.uint32(np.uint32(bits_of(size) + _E4M3_ROUND) >> _E4M3_SHIFT)
         stored[g] = np.uint8(np.uint32(rounded - _E4M3_BIAS) | np.uint32(sign >> np.uint32(24)))
-        factors[g] = _ONE / (_number(np.uint32(np.uint32(rounded << _E4M3_SHIFT) | sign)) * scale)
+        factors[g] = _ONE / (number(np.uint32(np.uint32(rounded << _E4M3_SHIFT) | sign)) * scale)
 
 
 @_jit
@@ -253,7 +253,7 @@ def _nibbles(values, factors, far_side, pairs):
         one = one if one < most else most
         other = other if other > least else least
         other = other if other < most else most
-        low, high = np.uint32(_bits(one) & np.uint32(15)), np.uint32(_bits(other) << np.uint32(4))
+        low, high = np.uint32(bits_of(one) & np.uint32(15)), np.uint32(bits_of(other) << np.uint32(4))
         pairs[d] = np.uint8(low | high)
 
 
@@ -278,9 +278,9 @@ def encode_q4(bits, offset, inverse, coarse, codes, token_scale, peak, norms):
 
 
 @_jit
-def _bf16(value):
+def bf16(value):
     """The bits of the nearest bf16 number, ties to even, of a float32 that is not NaN."""
-    bits = _bits(value)
+    bits = bits_of(value)
     return np.uint16((bits + _HALF_BF16 + ((bits >> _16) & np.uint32(1))) >> _16)
 
 
@@ -289,7 +289,7 @@ def _wide(bits):
     """The numbers float32 [n] of bf16 bits."""
     values = np.empty(len(bits), np.float32)
     for d in range(len(bits)):
-        values[d] = _number(np.uint32(bits[d]) << _16)
+        values[d] = number(np.uint32(bits[d]) << _16)
     return values
 
 
@@ -301,13 +301,13 @@ def decode_q8(codes, token_scale, scale, offset, table, out):
     for i in range(len(codes)):
         token, row, into = tokens[i], codes[i], out[i]
         for d in range(len(row)):
-            into[d] = _bf16(offsets[d] + (np.float32(row[d]) * token) * scales[d])
+            into[d] = bf16(offsets[d] + (np.float32(row[d]) * token) * scales[d])
 
 
 @_jit
 def _code(nibble):
     """The number float32 of four bits uint32 in two's complement."""
-    return _number(np.uint32((nibble ^ np.uint32(8)) | _TWO_23)) - _TWO_23_AND_8
+    return number(np.uint32((nibble ^ np.uint32(8)) | _TWO_23)) - _TWO_23_AND_8
 
 
 @_jit
@@ -315,7 +315,7 @@ def _lower(row, factors, scales, offsets, out):
     """bf16 bits [n] of the codes in the lower four bits of bytes uint8 [n]."""
     for d in range(len(out)):
         code = _code(np.uint32(np.uint32(row[d]) & np.uint32(15)))
-        out[d] = _bf16(offsets[d] + (code * factors[d]) * scales[d])
+        out[d] = bf16(offsets[d] + (code * factors[d]) * scales[d])
 
 
 @_jit
@@ -323,7 +323,7 @@ def _upper(row, factors, scales, offsets, out):
     """The same of the upper four."""
     for d in range(len(out)):
         code = _code(np.uint32(np.uint32(row[d]) >> np.uint32(4)))
-        out[d] = _bf16(offsets[d] + (code * factors[d]) * scales[d])
+        out[d] = bf16(offsets[d] + (code * factors[d]) * scales[d])
 
 
 @_jit
