@@ -29,6 +29,10 @@ OPENING_WORTH = 128
 """Tokens fewer to read from which on what all prompts begin with is read once, apart: one more forward takes about as
 long as 30 of them."""
 
+OPENING_PRODUCTS = 5000
+"""Products of a prompt that is read alone to one token's forward: behind an opening its attention has a mask of all of
+them, in memory too, where torch's kernel else leaves out half."""
+
 OPENING_COPIES = 8
 """Columns that attend for each token that is read: their keys and values are copied for one layer at a time."""
 
@@ -87,12 +91,13 @@ def prefill_parts(lengths: Sequence[int], most: int, opening: int = 0) -> list[t
     return parts
 
 
-def common_opening(prompts: Sequence[Sequence[int]]) -> int:
+def common_opening(prompts: Sequence[Sequence[int]], most: int = PREFILL_TOKENS["cpu"]) -> int:
     """Tokens that all prompts begin with, a system prompt most often, and that leave one of each; 0 where reading them
-    once is not worth a forward."""
+    once is not worth a forward, and the masks of prompts that are read alone, of ``most`` tokens at once."""
     alike = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False)))
     alike = min(alike, *(len(prompt) - 1 for prompt in prompts))
-    return alike if alike * (len(prompts) - 1) >= OPENING_WORTH else 0
+    masks = sum((n - alike) * n for n in map(len, prompts) if 2 * n > most) // OPENING_PRODUCTS
+    return alike if alike * (len(prompts) - 1) >= OPENING_WORTH + masks else 0
 
 
 def generate_batch(
@@ -129,7 +134,8 @@ class _Batch:
         for row, prompt in enumerate(prompts):
             ids[row, longest - len(prompt) :] = torch.tensor(prompt)
             mask[row, longest - len(prompt) :] = True
-        self._opening = 0 if _turns_by_length(target.config) else common_opening(prompts)
+        self._most = PREFILL_TOKENS.get(target.device.type, PREFILL_TOKENS["cuda"])
+        self._opening = 0 if _turns_by_length(target.config) else common_opening(prompts, self._most)
         self._prompt_ids = ids.to(target.device)
         # Prompts of one length need no mask, and attention without one is faster.
         self._mask = None if bool(mask.all()) else mask.to(target.device)
@@ -175,8 +181,7 @@ class _Batch:
         is_by_rows = len(layers) == len(self._cache.layers)
         opening = self._read_opening(layers) if is_by_rows else 0
         lengths = self._lengths - opening
-        most = PREFILL_TOKENS.get(self._target.device.type, PREFILL_TOKENS["cuda"])
-        parts = prefill_parts(lengths.tolist(), most, opening) if is_by_rows else [(slice(0, total), width)]
+        parts = prefill_parts(lengths.tolist(), self._most, opening) if is_by_rows else [(slice(0, total), width)]
         for rows, longest in parts:
             start = width - longest
             for layer in layers:

@@ -358,6 +358,16 @@ def test_an_opening_leaves_a_token_of_every_prompt_and_is_worth_a_forward() -> N
     assert generate.common_opening([[*long[:70], 7], [*long[:70], 8], [*long[:70], 9]]) == 70
 
 
+def test_prompts_that_are_read_alone_keep_torchs_causal_attention_behind_a_short_opening() -> None:
+    """Behind an opening each has a mask of all products: 3 prompts of 1,900 tokens took 1.37 times as long."""
+    prompts = [[*range(24), *range(1000 * n, 1000 * n + 1900)] for n in range(1, 20)]
+    assert generate.common_opening(prompts) == 0
+    assert generate.common_opening(prompts, 16384) == 24
+    assert generate.common_opening([[*range(12_000), n] for n in range(9)]) == 12_000
+    assert generate.common_opening([[1, 2, 3, *range(n, n + 12_000)] for n in range(64)]) == 0
+    assert generate.common_opening([[*range(900), *prompt[24:124]] for prompt in prompts]) == 900
+
+
 def test_behind_a_long_opening_fewer_rows_are_read_at_once() -> None:
     lengths = [4] * 40
     assert [rows.stop - rows.start for rows, _ in generate.prefill_parts(lengths, 80)] == [20, 20]
