@@ -261,6 +261,7 @@ class _NewFile:
         with self._fs._at(self._path, needed=len(view)):
             self._make_room(self._handle, len(view))
             self._fs._disk.write(self._handle, view)
+        self._size += len(view)
 
     def write_all(self, pieces: Sequence[memoryview]) -> None:
         assert self._handle is not None, "write after close"
@@ -273,6 +274,7 @@ class _NewFile:
             raise
         except OSError as error:
             raise self._fs._error(error, self._path, size) from error
+        self._size += size
 
     def close(self) -> None:
         if self._handle is None:
@@ -295,8 +297,8 @@ class _NewFile:
 
     def _make_room(self, handle: int, size: int) -> None:
         """Before ``size`` more bytes: room for as many as there are, where these no longer fit."""
-        before, self._size = self._size, self._size + size
-        if self._reserves and before >= _RESERVED_FROM and self._size > self._reserved:
+        before = self._size
+        if self._reserves and before >= _RESERVED_FROM and before + size > self._reserved:
             room = max(size, min(before, _MOST_RESERVED))
             self._reserves = self._fs._disk.reserve(handle, before, room)
             self._reserved = before + room if self._reserves else self._reserved

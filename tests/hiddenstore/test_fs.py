@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -317,6 +318,27 @@ def test_a_large_file_is_as_long_as_its_bytes_and_keeps_no_room_behind_them(tmp_
     file.close()
     assert (tmp_path / "large").read_bytes() == 9 * piece
     assert (tmp_path / "large").stat().st_blocks * 512 < 9 * len(piece) + (1 << 16)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_write_that_failed_does_not_lengthen_the_file_when_it_closes(tmp_path: Path, whole: bool) -> None:
+    class FailingDisk(PosixDisk):
+        def write(self, handle: int, data: memoryview) -> None:
+            if len(data) == 9999:
+                os.write(handle, data[:1000])
+                raise OSError(errno.EIO, "broken")
+            super().write(handle, data)
+
+        def write_all(self, handle: int, pieces: Sequence[memoryview]) -> None:
+            self.write(handle, memoryview(b"".join(pieces)))
+
+    file = LocalFilesystem(str(tmp_path), FailingDisk()).create("large")
+    file.write(bytes(2 << 20))
+    file.write(bytes(1 << 20))
+    with pytest.raises(StorageError):
+        file.write(b"x" * 9999) if whole else file.write_all([memoryview(b"x" * 9999)])
+    file.close()
+    assert (tmp_path / "large").stat().st_size <= (3 << 20) + 1000
 
 
 def test_room_is_set_aside_for_as_many_bytes_as_a_file_has(tmp_path: Path) -> None:
