@@ -128,7 +128,8 @@ class _NewestToken:
         def work(start: int, stop: int) -> None:
             attend(*arrays, start, stop, _bits(out[:, 0]))
 
-        parts = list(pairwise(bounds))
+        # A part without rows costs its thread as much to wake as one with some.
+        parts = [part for part in pairwise(bounds) if part[0] < part[1]]
         others = [self._pool.submit(work, *part) for part in parts[1:]] if self._pool else []
         work(*parts[0])
         for other in others:

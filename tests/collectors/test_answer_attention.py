@@ -156,6 +156,13 @@ def test_any_number_of_threads_gives_the_same_bits(threads: int) -> None:
         assert torch.equal(one, many)
 
 
+def test_one_row_wakes_no_other_thread() -> None:
+    query, key, value = states(1, 4, 2, 64, 60)
+    with attention.Threads(7) as pool:
+        assert attention._NewestToken(8, pool).attend(Heads(2), query, key, value, None) is not None
+        assert not pool._threads
+
+
 def holed(mask: Tensor) -> Tensor:
     mask = mask.clone()
     mask[0, 0, 0, 3] = False
