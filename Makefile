@@ -163,8 +163,8 @@ test-cuda: install
 
 # What runs a target or its tokenizer, on the transformers that TensorRT-LLM 1.2 pins; every other package is the first
 # environment's.
-ON_457 := adapter answer_ends calibrate check collect_commands collect_rebuilt crosscheck engine_trtllm families images \
-	job prepare regenerate target target_files template template_date thoughts
+ON_457 := adapter answer_attention answer_ends calibrate check collect_commands collect_rebuilt crosscheck engine_trtllm \
+	families images job prepare regenerate target target_files template template_date thoughts
 test-transformers-457: $(VENV)-transformers457/.installed
 	$(IN_MEMORY) OMP_NUM_THREADS=1 $(VENV)-transformers457/bin/python -m pytest -q -n 2 --dist loadfile $(ON_457:%=tests/collectors/test_%.py)
 
