@@ -12,6 +12,7 @@ from functools import cache, partial
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hiddenstore.console import output as console
-from hiddenstore.threads import Threads
+from hiddenstore.threads import Lock, Threads
 
 NAME = "hiddenstore_newest"
 """Of this attention, among those of transformers."""
@@ -34,7 +35,14 @@ _LANES = 16
 # What blocks pass to any attention, and sdpa computes without.
 _PASSED_BY = frozenset({"position_ids", "use_cache", "cache_position", "sliding_window", "is_causal"})
 
+_LEAST_BYTES = 1 << 21
+"""Keys and values that another thread is woken for: a fifth of a millisecond's, and waking takes a tenth of that."""
+
 _newest: "ContextVar[_NewestToken | None]" = ContextVar("_newest", default=None)
+
+_lock = Lock()
+# Steps of each model that are under way: batches of several threads may share one.
+_steps: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
 
 Step = Callable[[], AbstractContextManager[None]]
 """Around a forward of one new token a row."""
@@ -57,17 +65,27 @@ def newest_token(backbone: Any, read: int) -> Iterator[Step]:
 def _can_replace(backbone: Any) -> bool:
     # A model that writes its attention out would say at each step that it cannot.
     can_set = getattr(backbone, "_can_set_attn_implementation", lambda: False)
-    return getattr(getattr(backbone, "config", None), "_attn_implementation", None) == "sdpa" and bool(can_set())
+    config = getattr(backbone, "config", None)
+    # Which tokens an indexer lets through is told to attentions that transformers knows by name.
+    if getattr(config, "_attn_implementation", None) not in ("sdpa", NAME) or getattr(config, "index_topk", None):
+        return False
+    return bool(can_set())
 
 
 @contextmanager
 def _in_place_of_sdpa(backbone: Any, newest: "_NewestToken") -> Iterator[None]:
     before = _newest.set(newest)
-    backbone.set_attn_implementation(NAME)
+    with _lock:
+        _steps[backbone] = _steps.get(backbone, 0) + 1
+        if _steps[backbone] == 1:
+            backbone.set_attn_implementation(NAME)
     try:
         yield
     finally:
-        backbone.set_attn_implementation("sdpa")
+        with _lock:
+            _steps[backbone] -= 1
+            if not _steps[backbone]:
+                backbone.set_attn_implementation("sdpa")
         _newest.reset(before)
 
 
@@ -88,7 +106,7 @@ class _NewestToken:
     def __init__(self, threads: int, pool: Threads | None) -> None:
         self._threads, self._pool = threads, pool
         self._mask: Tensor | None = None
-        self._columns: tuple[np.ndarray, list[int]] | None = None
+        self._columns: tuple[np.ndarray, np.ndarray] | None = None
 
     def attend(
         self,
@@ -120,7 +138,7 @@ class _NewestToken:
         attend = _kernel(width, shared)
         if attend is None:
             return None
-        first, bounds = columns
+        first, ends = columns
         out = torch.empty(rows, 1, heads, width, dtype=query.dtype)
         factor = np.float32((width**-0.5 if scaling is None else scaling) * math.log2(math.e))
         arrays = (_bits(query[:, :, 0].contiguous()), keys, values, first, last, factor)
@@ -128,19 +146,18 @@ class _NewestToken:
         def work(start: int, stop: int) -> None:
             attend(*arrays, start, stop, _bits(out[:, 0]))
 
-        # A part without rows costs its thread as much to wake as one with some.
-        parts = [part for part in pairwise(bounds) if part[0] < part[1]]
+        parts = self._parts(ends, 2 * groups * width * query.itemsize)
         others = [self._pool.submit(work, *part) for part in parts[1:]] if self._pool else []
         work(*parts[0])
         for other in others:
             other.result()
         return out
 
-    def _own_columns(self, mask: Tensor | None, rows: int, last: int) -> tuple[np.ndarray, list[int]] | None:
-        """The first column int64 [B] of each row, where each sees all from there on, and the rows at which the parts of
-        the threads begin and end; the same for all layers that share a mask."""
+    def _own_columns(self, mask: Tensor | None, rows: int, last: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """The first column int64 [B] of each row, where each sees all from there on, and how many columns the rows up
+        to each have; the same for all layers that share a mask."""
         if mask is None:
-            return np.zeros(rows, np.int64), self._bounds(np.full(rows, last))
+            return np.zeros(rows, np.int64), last * np.arange(1, rows + 1)
         if mask is not self._mask:
             self._mask, self._columns = mask, None
             if mask.dtype == torch.bool and mask.shape == (rows, 1, 1, last):
@@ -148,13 +165,14 @@ class _NewestToken:
                 counts = own.sum(-1)
                 is_end = torch.equal(own, torch.arange(last) >= last - counts[:, None])
                 if is_end and bool(counts.all()):
-                    self._columns = (last - counts).numpy(), self._bounds(counts.numpy())
+                    self._columns = (last - counts).numpy(), counts.cumsum(0).numpy()
         return self._columns
 
-    def _bounds(self, counts: np.ndarray) -> list[int]:
-        """Rows that part the columns evenly."""
-        sums, parts = np.cumsum(counts), self._threads
-        return [0, *(int(np.searchsorted(sums, sums[-1] * n / parts)) for n in range(1, parts)), len(counts)]
+    def _parts(self, ends: np.ndarray, column_bytes: int) -> list[tuple[int, int]]:
+        """Rows that read about as much, from one on to before another, for as many threads as are worth waking."""
+        count = min(self._threads, max(1, int(ends[-1]) * column_bytes // _LEAST_BYTES))
+        cuts = [int(np.searchsorted(ends, ends[-1] * n / count)) + 1 for n in range(1, count)]
+        return [(start, stop) for start, stop in pairwise([0, *cuts, len(ends)]) if start < stop]
 
 
 def _room(states: Tensor, query: Tensor) -> np.ndarray | None:

@@ -24,6 +24,8 @@ OPEN_FILES = 512
 _HOST = "user.hiddenstore.host"
 _KEEP_SIZE = 1
 """Of Linux's fallocate: the file stays as long as it is."""
+_SHARE = 16
+"""Room is set aside for no more than a sixteenth of what is free: several files grow at once."""
 
 
 def _fallocate() -> "Callable[[int, int, int, int], int] | None":
@@ -76,8 +78,9 @@ class PosixDisk:
 
     def reserve(self, handle: int, size: int, length: int) -> bool:
         """Set room aside for so many bytes behind the ``size`` of a file, which stays as long as it is; False where
-        there is none to be had."""
-        if _FALLOCATE is None:
+        there is none to be had, or little that others could need."""
+        disk = os.fstatvfs(handle)
+        if _FALLOCATE is None or disk.f_bavail * disk.f_frsize < _SHARE * length:
             return False
         if _FALLOCATE(handle, _KEEP_SIZE, size, length) == 0:
             return True

@@ -1,7 +1,8 @@
 """Attention of the newest token of each row on a CPU: as torch computes it, where it is understood, and only there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import itemgetter
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,7 +149,8 @@ def test_powers_of_two_are_right_to_3e_7() -> None:
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8])
-def test_any_number_of_threads_gives_the_same_bits(threads: int) -> None:
+def test_any_number_of_threads_gives_the_same_bits(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_LEAST_BYTES", 1)
     module, (query, key, value) = Heads(2), states(6, 4, 2, 64, 60)
     for mask in (padded(6, 60), None):
         one, many = (attend(module, query, key, value, mask, threads=n) for n in (1, threads))
@@ -157,8 +159,22 @@ def test_any_number_of_threads_gives_the_same_bits(threads: int) -> None:
         assert torch.equal(one, many)
 
 
-def test_one_row_wakes_no_other_thread() -> None:
-    query, key, value = states(1, 4, 2, 64, 60)
+def test_rows_are_parted_evenly_among_as_many_threads_as_have_enough_to_read() -> None:
+    newest, column = attention._NewestToken(4, None), attention._LEAST_BYTES // 128
+
+    def parts(*columns: int) -> list[tuple[int, int]]:
+        return newest._parts(np.cumsum(columns), column)
+
+    assert parts(*[64] * 8) == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert parts(*[16] * 16) == [(0, 8), (8, 16)]
+    assert parts(*[16] * 15) == [(0, 15)]
+    assert parts(512, 4, 4) == [(0, 1), (1, 3)]
+    assert parts(4, 4, 512) == [(0, 3)]
+    assert parts(900) == [(0, 1)]
+
+
+def test_few_rows_wake_no_other_thread() -> None:
+    query, key, value = states(4, 4, 2, 64, 60)
     with attention.Threads(7) as pool:
         assert attention._NewestToken(8, pool).attend(Heads(2), query, key, value, None) is not None
         assert not pool._threads
@@ -258,6 +274,33 @@ def test_a_target_that_attends_otherwise_never_comes_here(any_size: None, comput
     answers_of(target)
     assert computed == []
     assert target.model.config._attn_implementation == "eager"
+
+
+def test_batches_of_several_threads_share_a_target(any_size: None, computed: list[bool]) -> None:
+    target = tiny_target("llama", dtype=torch.bfloat16)
+    alone = answers_of(target)
+    one, other = (generate_batch(target, PROMPTS, GREEDY, name) for name in ("one", "other"))
+    both = [list[tuple[int, Answer]](), list[tuple[int, Answer]]()]
+
+    def take(batch: Iterator[tuple[int, Answer]], into: list[tuple[int, Answer]]) -> None:
+        into.extend(batch)
+
+    computed.clear()
+    threads = [Thread(target=take, args=pair) for pair in zip((one, other), both, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert computed == [True] * 2 * (GREEDY.max_new_tokens - 1) * len(target.blocks)
+    assert [[answer for _, answer in sorted(of, key=itemgetter(0))] for of in both] == [alone, alone]
+    assert target.model.config._attn_implementation == "sdpa"
+
+
+def test_a_target_with_an_indexer_keeps_its_attention() -> None:
+    backbone = tiny_target("llama").parts.backbone
+    assert attention._can_replace(backbone)
+    backbone.config.index_topk = 8
+    assert not attention._can_replace(backbone)
 
 
 def test_a_batch_that_reads_little_compiles_nothing(computed: list[bool]) -> None:
