@@ -25,7 +25,7 @@ from hiddenstore.errors import (
 from hiddenstore.fs.disk import PosixDisk
 from hiddenstore.fs.seam import FULL, TEMP_PREFIX, WritableFile, is_inside, storage_error
 
-# A filesystem that finds a place for many blocks at once spends a quarter less on each (docs/design/002). Small files
+# A filesystem that finds a place for many blocks at once spends a fifth less on each (docs/design/002). Small files
 # are one piece anyway, and no writer should keep much from others.
 _RESERVED_FROM, _MOST_RESERVED = 1 << 20, 64 << 20
 _NO_LINK = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV}
