@@ -79,13 +79,14 @@ class PosixDisk:
     def reserve(self, handle: int, size: int, length: int) -> bool:
         """Set room aside for so many bytes behind the ``size`` of a file, which stays as long as it is; False where
         there is none to be had, or little that others could need."""
-        disk = os.fstatvfs(handle)
-        if _FALLOCATE is None or disk.f_bavail * disk.f_frsize < _SHARE * length:
-            return False
-        if _FALLOCATE(handle, _KEEP_SIZE, size, length) == 0:
-            return True
-        # On a full disk it may have got some of it.
+        # Nothing depends on it: what cannot say how much is free, or cannot trim, takes the bytes all the same.
         with contextlib.suppress(OSError):
+            disk = os.fstatvfs(handle)
+            if _FALLOCATE is None or disk.f_bavail * disk.f_frsize < _SHARE * length:
+                return False
+            if _FALLOCATE(handle, _KEEP_SIZE, size, length) == 0:
+                return True
+            # On a full disk it may have got some of it.
             self.trim(handle, size)
         return False
 

@@ -378,6 +378,21 @@ def test_where_no_room_is_set_aside_a_file_is_written_all_the_same(tmp_path: Pat
     assert calls == 1
 
 
+def test_a_filesystem_that_cannot_say_what_is_free_takes_a_large_file_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_handle: int) -> os.statvfs_result:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "fstatvfs", refuse)
+    fs = LocalFilesystem(tmp_path)
+    file = fs.create("large")
+    for _ in range(3):
+        file.write(bytes(1 << 20))
+    file.close()
+    assert fs.size("large") == 3 << 20
+
+
 def test_sixty_open_stores_share_the_descriptors_of_the_process_a15(tmp_path: Path) -> None:
     stores = [LocalFilesystem(tmp_path / str(number)) for number in range(60)]
     for fs in stores:
