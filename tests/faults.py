@@ -190,15 +190,13 @@ class FaultDisk(PosixDisk):
             if len(data) > room:
                 raise _error(errno.ENOSPC)
 
-    def write_all(self, handle: int, pieces: Sequence[memoryview]) -> None:
-        self.write(handle, memoryview(b"".join(pieces)))
-
-    def reserve(self, handle: int, size: int, length: int) -> bool:
+    def begin_direct(self, handle: int) -> bool:
         self._require_alive()
-        return False
+        return True
 
-    def trim(self, handle: int, size: int) -> None:
+    def end_direct(self, handle: int) -> bool:
         self._require_alive()
+        return True
 
     def sync_file(self, handle: int) -> None:
         with self._operation("sync_file"):

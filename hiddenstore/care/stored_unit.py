@@ -315,7 +315,7 @@ def _copy_file(
             for start in range(0, entry.size, BLOCK_BYTES):
                 block = source.fs.read_range(path, start, min(BLOCK_BYTES, entry.size - start))
                 digest.update(block)
-                writer.write(block)
+                writer.append(block)
             writer.close()
         except BaseException:
             writer.abort()

@@ -7,13 +7,14 @@ that would call it absent raise StorageError ``absence-unknown``.
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import resource
 import stat
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import count
 
 from hiddenstore.errors import Kind, StorageError
@@ -22,23 +23,11 @@ from hiddenstore.threads import Lock
 OPEN_FILES = 512
 """Most read descriptors that a process keeps open between reads, over all its stores."""
 _HOST = "user.hiddenstore.host"
-_KEEP_SIZE = 1
-"""Of Linux's fallocate: the file stays as long as it is."""
-_SHARE = 16
-"""Room is set aside for no more than a sixteenth of what is free: several files grow at once."""
-
-
-def _fallocate() -> "Callable[[int, int, int, int], int] | None":
-    """Linux's own call: that of ``os`` writes zeros where a filesystem sets nothing aside."""
-    try:
-        call = ctypes.CDLL(None).fallocate
-    except (OSError, AttributeError):
-        return None
-    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    return call
-
-
-_FALLOCATE = _fallocate()
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+# ext4 and xfs by the first word of Linux's statfs. Others have reasons of their own to keep a cache: a network, a
+# checksum, a compression; and to some each write past it is a round trip.
+_DIRECT_FILESYSTEMS = {0xEF53, 0x58465342}
+_STATFS_BYTES = 512
 
 
 class PosixDisk:
@@ -68,31 +57,27 @@ class PosixDisk:
         """Append all of ``data``."""
         done = 0
         while done < len(data):
-            done += os.write(handle, data[done:])
+            try:
+                done += os.write(handle, data[done:])
+            except OSError as error:
+                # Past the cache goes what begins and ends on a sector, which the rest of a short write may not.
+                if error.errno != errno.EINVAL or not self.end_direct(handle):
+                    raise
 
-    def write_all(self, handle: int, pieces: Sequence[memoryview]) -> None:
-        """Append at most 1,024 pieces of bytes in one call."""
-        done = os.writev(handle, pieces)
-        if done != sum(map(len, pieces)):
-            self.write(handle, memoryview(b"".join(pieces))[done:])
-
-    def reserve(self, handle: int, size: int, length: int) -> bool:
-        """Set room aside for so many bytes behind the ``size`` of a file, which stays as long as it is; False where
-        there is none to be had, or little that others could need."""
-        # Nothing depends on it: what cannot say how much is free, or cannot trim, takes the bytes all the same.
+    def begin_direct(self, handle: int) -> bool:
+        """Whether pages of memory appended from here on go to the disk past the page cache."""
+        if not _O_DIRECT or not _is_of(handle, _DIRECT_FILESYSTEMS):
+            return False
         with contextlib.suppress(OSError):
-            disk = os.fstatvfs(handle)
-            if _FALLOCATE is None or disk.f_bavail * disk.f_frsize < _SHARE * length:
-                return False
-            if _FALLOCATE(handle, _KEEP_SIZE, size, length) == 0:
-                return True
-            # On a full disk it may have got some of it.
-            self.trim(handle, size)
+            fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | _O_DIRECT)
+            return True
         return False
 
-    def trim(self, handle: int, size: int) -> None:
-        """Give back the room behind a file of ``size`` bytes."""
-        os.ftruncate(handle, size)
+    def end_direct(self, handle: int) -> bool:
+        """Append through the page cache again; whether it was not so."""
+        flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+        fcntl.fcntl(handle, fcntl.F_SETFL, flags & ~_O_DIRECT)
+        return flags & _O_DIRECT != 0
 
     def sync_file(self, handle: int) -> None:
         os.fsync(handle)
@@ -292,6 +277,16 @@ def _read_on(handle: int, offset: int, buffers: Sequence[memoryview], filled: in
         if count == 0:
             return done
         done += count
+
+
+def _is_of(handle: int, filesystems: Collection[int]) -> bool:
+    """Whether a file is on one of these filesystems; False where the system cannot say."""
+    status = ctypes.create_string_buffer(_STATFS_BYTES)
+    try:
+        failed = ctypes.CDLL(None).fstatfs(handle, status)
+    except (OSError, AttributeError):
+        return False
+    return not failed and ctypes.c_long.from_buffer(status).value in filesystems
 
 
 def _disk_status(path: str) -> os.statvfs_result:

@@ -394,13 +394,11 @@ class _NewObject:
         self._file = tempfile.SpooledTemporaryFile(max_size=PART_BYTES, prefix="hiddenstore-")  # noqa: SIM115
 
     def write(self, data: bytes | memoryview) -> None:
-        self.write_all([memoryview(data).cast("B")])
-
-    def write_all(self, pieces: Sequence[memoryview]) -> None:
         with storage_errors(f"a temporary file in {tempfile.gettempdir()}"):
-            for piece in pieces:
-                self._file.write(piece)
-                self._size += len(piece)
+            self._file.write(data)
+            self._size += memoryview(data).nbytes
+
+    append = write
 
     def close(self) -> None:
         if self._file.closed:

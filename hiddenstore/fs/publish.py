@@ -149,7 +149,7 @@ def upload(folder: Path, fs: Filesystem, last: str) -> None:
         try:
             with (folder / name).open("rb") as source:
                 while data := source.read(_PIECE_BYTES):
-                    file.write(data)
+                    file.append(data)
             file.close()
         except BaseException:
             file.abort()

@@ -31,8 +31,8 @@ class WritableFile(Protocol):
     def write(self, data: bytes | memoryview) -> None:
         """Append ``data``; StorageError when the disk refuses."""
 
-    def write_all(self, pieces: Sequence[memoryview]) -> None:
-        """Append at most 1,024 pieces of bytes in one call."""
+    def append(self, data: bytes | memoryview) -> None:
+        """The same of a piece of much: it may wait in memory until ``close``, and need not stay in the page cache."""
 
     def close(self) -> None:
         """Make the bytes durable and close."""

@@ -1,7 +1,5 @@
 """The files of one segment: written with their digest, read after a check against the commit record."""
 
-from collections import deque
-
 from awscrt.checksums import combine_crc32c
 
 from hiddenstore.errors import CorruptionError, FormatError, Kind
@@ -13,23 +11,14 @@ from schemas import CommitRecord, FileEntry
 CHUNK_CORRUPT = Kind.CHUNK_CORRUPT
 """Kind of the errors that cost one sample; every other damage of a segment costs its whole unit."""
 
-# Calls that end at multiples of this give the page cache large pages: cheaper to write, and to read later. Pages of
-# 1 MiB and more cost twice as much on a virtual machine whose host takes free memory of that size back.
-_BLOCK_BYTES = 1 << 19
-_MOST_PIECES = 1024
-
 
 class HashedFile:
-    """A new file whose size and tree are known when it closes; removed when the block ends before that.
-
-    Pieces are hashed at once and reach the disk many in one call: their memory must not change until ``close``.
-    """
+    """A new file whose size and tree are known when it closes; removed when the block ends before that."""
 
     def __init__(self, fs: Filesystem, folder: str, path: str) -> None:
         self._file = fs.create(f"{folder}/{path}")
         self._path = path
-        self._size = self._pending_bytes = 0
-        self._pending: deque[memoryview] = deque()
+        self._size = 0
         self._digest = TreeDigest()
         self._is_closed = False
 
@@ -42,40 +31,25 @@ class HashedFile:
 
     def write(self, *pieces: Bytes, lead: bytes = b"") -> int:
         """Append ``lead``, a few bytes, and the pieces; the crc32c of the pieces."""
-        whole, pending, size = 0, self._pending, self._pending_bytes + len(lead)
+        whole = 0
         if lead:
             self._digest.extend(lead)
-            pending.append(memoryview(lead))
+            self._append(lead)
         for piece in pieces:
             crc = self._digest.update(piece)
             whole = combine_crc32c(whole, crc, len(piece)) if whole else crc
-            pending.append(memoryview(piece))
-            size += len(piece)
-        self._pending_bytes = size
-        if size >= _BLOCK_BYTES:
-            self._flush(size // _BLOCK_BYTES * _BLOCK_BYTES)
+            self._append(piece)
         return whole
 
     def close(self) -> FileEntry:
-        self._flush(self._pending_bytes)
         self._file.close()
         self._is_closed = True
         return FileEntry(path=self._path, size=self._size, tree=self._digest.hexdigest())
 
-    def _flush(self, size: int) -> None:
-        """The first ``size`` pending bytes go to the disk."""
-        pieces, left = [], size
-        while left:
-            piece = self._pending.popleft()
-            if len(piece) > left:
-                self._pending.appendleft(piece[left:])
-                piece = piece[:left]
-            pieces.append(piece)
-            left -= len(piece)
-        if pieces:
-            self._file.write_all(pieces if len(pieces) <= _MOST_PIECES else [memoryview(b"".join(pieces))])
-        self._pending_bytes -= size
-        self._size += size
+    def _append(self, piece: Bytes) -> None:
+        # While its bytes are in the CPU's cache.
+        self._file.append(piece)
+        self._size += len(piece)
 
 
 def write_bytes(fs: Filesystem, folder: str, path: str, data: bytes) -> FileEntry:

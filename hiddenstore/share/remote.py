@@ -174,7 +174,7 @@ class StorageRemote:
         try:
             with source.open("rb") as content:
                 while data := content.read(PIECE_BYTES):
-                    writer.write(data)
+                    writer.append(data)
             writer.close()
         except BaseException as error:
             writer.abort()

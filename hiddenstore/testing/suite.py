@@ -14,7 +14,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -118,8 +118,9 @@ class _MortalFile:
         half = memoryview(data).cast("B")[: memoryview(data).nbytes // 2]
         self._fs.call("write", lambda: self._file.write(data), lambda: self._file.write(half))
 
-    def write_all(self, pieces: Sequence[memoryview]) -> None:
-        self._fs.call("write", lambda: self._file.write_all(pieces), lambda: self._file.write_all(pieces[:1]))
+    def append(self, data: bytes | memoryview) -> None:
+        half = memoryview(data).cast("B")[: memoryview(data).nbytes // 2]
+        self._fs.call("write", lambda: self._file.append(data), lambda: self._file.append(half))
 
     def close(self) -> None:
         self._fs.call("close", self._file.close)

@@ -6,9 +6,9 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError, StorageError
@@ -103,21 +103,12 @@ def test_an_absurd_range_is_refused_without_allocating(fs: Filesystem) -> None:
 def test_pieces_are_appended_in_their_order(fs: Filesystem) -> None:
     file = fs.create("segments/u/a")
     file.write(b"head ")
-    file.write_all([memoryview(b"one "), memoryview(b""), memoryview(b"two")])
+    for piece in (memoryview(b"one "), b"", b"two"):
+        file.append(piece)
+    file.write(b" tail")
+    file.append(b" end")
     file.close()
-    assert fs.read("segments/u/a") == b"head one two"
-
-
-def test_pieces_that_the_system_takes_in_parts_are_all_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def short(handle: int, pieces: list[memoryview]) -> int:
-        return os.write(handle, b"".join(pieces)[:5])
-
-    monkeypatch.setattr(os, "writev", short)
-    fs = LocalFilesystem(tmp_path)
-    file = fs.create("a")
-    file.write_all([memoryview(b"one "), memoryview(b"two "), memoryview(b"three")])
-    file.close()
-    assert fs.read("a") == b"one two three"
+    assert fs.read("segments/u/a") == b"head one two tail end"
 
 
 def test_abort_removes_the_file_and_remove_tree_everything_below(fs: Filesystem) -> None:
@@ -306,91 +297,126 @@ def test_permission_denied_is_a_storage_error(tmp_path: Path, monkeypatch: pytes
     assert error.value.kind == "permission-denied"
 
 
-def test_a_large_file_is_as_long_as_its_bytes_and_keeps_no_room_behind_them(tmp_path: Path) -> None:
-    fs, piece = LocalFilesystem(tmp_path), os.urandom(700_001)
+class DirectDisk(PosixDisk):
+    """Where appended pages go to the disk past the page cache, whatever filesystem it is; ``calls`` are the bytes of
+    each write and whether it was such a one. The first such write is a short one where it is told so."""
+
+    def __init__(self, shortens: bool = False) -> None:
+        super().__init__()
+        self.calls: list[tuple[int, bool]] = []
+        self._is_direct, self._shortens = False, shortens
+
+    def begin_direct(self, handle: int) -> bool:
+        self._is_direct = True
+        return True
+
+    def end_direct(self, handle: int) -> bool:
+        was_direct, self._is_direct = self._is_direct, False
+        return was_direct
+
+    def write(self, handle: int, data: memoryview) -> None:
+        self.calls.append((len(data), self._is_direct))
+        super().write(handle, data)
+
+    def take(self, handle: int, data: memoryview) -> int:
+        """What the system's own write does there."""
+        if not self._is_direct:
+            return os.writev(handle, [data])
+        if len(data) % 4096 or np.frombuffer(data, np.uint8).ctypes.data % 4096:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        taken, self._shortens = data[:1000] if self._shortens else data, False
+        return os.writev(handle, [taken])
+
+
+@pytest.mark.parametrize("shortens", [False, True])
+def test_what_is_appended_goes_past_the_page_cache_in_whole_blocks_and_the_rest_through_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shortens: bool
+) -> None:
+    disk = DirectDisk(shortens)
+    monkeypatch.setattr(os, "write", disk.take)
+    fs, piece = LocalFilesystem(str(tmp_path), disk), os.urandom(700_001)
     file = fs.create("large")
-    for number in range(9):
-        if number % 2:
-            file.write_all([memoryview(piece[:5]), memoryview(piece[5:])])
-        else:
-            file.write(piece)
-        assert (tmp_path / "large").stat().st_size == (number + 1) * len(piece)
+    for _ in range(9):
+        file.append(piece)
     file.close()
     assert (tmp_path / "large").read_bytes() == 9 * piece
-    assert (tmp_path / "large").stat().st_blocks * 512 < 9 * len(piece) + (1 << 16)
+    block, rest = 1 << 21, 9 * len(piece) % (1 << 21)
+    assert disk.calls[:3] == [(block, True), (block, not shortens), (block, not shortens)]
+    assert {is_direct for _, is_direct in disk.calls[3:]} == {False}
+    assert sum(size for size, _ in disk.calls[3:]) == rest
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_write_that_failed_does_not_lengthen_the_file_when_it_closes(tmp_path: Path, whole: bool) -> None:
+def test_through_the_page_cache_what_is_appended_goes_in_calls_of_half_a_mib(tmp_path: Path) -> None:
+    class CachedDisk(DirectDisk):
+        def begin_direct(self, handle: int) -> bool:
+            return False
+
+    disk, pieces = CachedDisk(), [os.urandom(size) for size in (5_000_000, 3, 70_000, 1 << 19)]
+    file = LocalFilesystem(str(tmp_path), disk).create("large")
+    for piece in pieces:
+        file.append(piece)
+    file.close()
+    assert (tmp_path / "large").read_bytes() == b"".join(pieces)
+    assert {size for size, _ in disk.calls[:-1]} == {1 << 19}
+
+
+def test_a_small_file_waits_in_memory_until_it_closes(tmp_path: Path) -> None:
+    disk = DirectDisk()
+    file = LocalFilesystem(str(tmp_path), disk).create("small")
+    for _ in range(1000):
+        file.append(b"x" * 300)
+    assert disk.calls == []
+    file.close()
+    assert disk.calls == [(300_000, False)]
+
+
+def test_ext4_and_xfs_take_blocks_past_the_page_cache_and_no_other_filesystem_is_asked_to(tmp_path: Path) -> None:
+    disk = PosixDisk()
+    kind = subprocess.run(["stat", "-f", "-c", "%t", tmp_path], capture_output=True, text=True, check=True).stdout
+    is_one = kind.strip() in {"ef53", "58465342"}
+    handle = disk.create(str(tmp_path / "a"))
+    assert disk.begin_direct(handle) == is_one
+    assert disk.end_direct(handle) == is_one
+    assert not disk.end_direct(handle)
+    disk.close(handle)
+
+
+@pytest.mark.parametrize("size", [9999, 2 << 20])
+def test_a_write_that_failed_is_not_repeated_when_the_file_closes(tmp_path: Path, size: int) -> None:
     class FailingDisk(PosixDisk):
         def write(self, handle: int, data: memoryview) -> None:
-            if len(data) == 9999:
-                os.write(handle, data[:1000])
+            if bytes(data[:1]) == b"x":
+                super().write(handle, data[:1000])
                 raise OSError(errno.EIO, "broken")
             super().write(handle, data)
 
-        def write_all(self, handle: int, pieces: Sequence[memoryview]) -> None:
-            self.write(handle, memoryview(b"".join(pieces)))
-
     file = LocalFilesystem(str(tmp_path), FailingDisk()).create("large")
-    file.write(bytes(2 << 20))
-    file.write(bytes(1 << 20))
+    file.write(bytes(3 << 20))
     with pytest.raises(StorageError):
-        file.write(b"x" * 9999) if whole else file.write_all([memoryview(b"x" * 9999)])
+        file.write(b"x" * size) if size == 9999 else file.append(b"x" * size)
     file.close()
-    assert (tmp_path / "large").stat().st_size <= (3 << 20) + 1000
+    assert (tmp_path / "large").stat().st_size == (3 << 20) + 1000
 
 
-def test_room_is_set_aside_for_as_many_bytes_as_a_file_has(tmp_path: Path) -> None:
-    rooms: list[tuple[int, int]] = []
-
-    class WatchedDisk(PosixDisk):
-        def reserve(self, handle: int, size: int, length: int) -> bool:
-            rooms.append((size, length))
-            return super().reserve(handle, size, length)
-
-    file = LocalFilesystem(str(tmp_path), WatchedDisk()).create("large")
-    for _ in range(9):
-        file.write(bytes(1 << 20))
-    file.close()
-    assert rooms == [(1 << 20, 1 << 20), (2 << 20, 2 << 20), (4 << 20, 4 << 20), (8 << 20, 8 << 20)]
-
-
-def test_where_no_room_is_set_aside_a_file_is_written_all_the_same(tmp_path: Path) -> None:
-    calls = 0
-
-    class PlainDisk(PosixDisk):
-        def reserve(self, handle: int, size: int, length: int) -> bool:
-            nonlocal calls
-            calls += 1
-            return False
-
-        def trim(self, handle: int, size: int) -> None:
-            raise AssertionError("there is nothing to give back")
-
-    fs = LocalFilesystem(str(tmp_path), PlainDisk())
-    write_of = [os.urandom(1 << 20) for _ in range(5)]
-    file = fs.create("large")
-    for data in write_of:
-        file.write(data)
-    file.close()
-    assert fs.read("large") == b"".join(write_of)
-    assert calls == 1
-
-
-def test_a_filesystem_that_cannot_say_what_is_free_takes_a_large_file_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_handle: int) -> os.statvfs_result:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(os, "fstatvfs", refuse)
+def test_a_child_process_writes_in_memory_of_its_own(tmp_path: Path) -> None:
     fs = LocalFilesystem(tmp_path)
-    file = fs.create("large")
-    for _ in range(3):
-        file.write(bytes(1 << 20))
+    write_pieces(fs, "before", [b"b"])
+    file = fs.create("parent")
+    child = os.fork()
+    if child == 0:
+        write_pieces(fs, "child", [b"c" * 5000])
+        os._exit(0)
+    file.append(b"p" * 5000)
+    assert os.waitpid(child, 0)[1] == 0
     file.close()
-    assert fs.size("large") == 3 << 20
+    assert (fs.read("parent"), fs.read("child")) == (b"p" * 5000, b"c" * 5000)
+
+
+def write_pieces(fs: Filesystem, path: str, pieces: list[bytes]) -> None:
+    file = fs.create(path)
+    for piece in pieces:
+        file.append(piece)
+    file.close()
 
 
 def test_sixty_open_stores_share_the_descriptors_of_the_process_a15(tmp_path: Path) -> None:
