@@ -27,12 +27,9 @@ from hiddenstore.errors import (
 from hiddenstore.fs.disk import PosixDisk
 from hiddenstore.fs.seam import FULL, TEMP_PREFIX, WritableFile, is_inside, storage_error
 
-# What is appended in pieces goes to the disk in blocks, past the page cache where it can: a sixth of the system's time,
-# and nothing else is pushed out of the cache (docs/design/002).
+# What is appended goes to the disk in blocks, past the page cache where it can: that takes a sixth of the system's time
+# that pages of the cache take, and pushes nothing else out of it (docs/design/002).
 _BLOCK_BYTES = 1 << 21
-# Through the cache, calls that end at multiples of this give it large pages: cheaper to write, and to read later. Pages
-# of 1 MiB and more cost twice as much on a virtual machine whose host takes free memory of that size back.
-_CACHED_BYTES = 1 << 19
 _MOST_SPARE = 8
 _NO_LINK = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV}
 
@@ -255,7 +252,8 @@ class LocalFilesystem:
 
 
 class _NewFile:
-    """Pieces wait in a block of memory until it is full."""
+    """Pieces wait in a block of memory until it is full. Nobody knows what a write that failed has left, so nothing
+    can follow it."""
 
     def __init__(self, filesystem: LocalFilesystem, path: str, handle: int) -> None:
         self._fs, self._path = filesystem, path
@@ -263,40 +261,46 @@ class _NewFile:
         self._block: memoryview | None = None
         self._filled = 0
         self._is_direct: bool | None = None
+        self._is_broken = False
 
     def write(self, data: bytes | memoryview) -> None:
-        assert self._handle is not None, "write after close"
-        view = memoryview(data).cast("B")
-        with self._fs._at(self._path, needed=len(view)):
-            self._put_rest(self._handle)
-            self._fs._disk.write(self._handle, view)
+        view, handle = memoryview(data).cast("B"), self._open_handle()
+        with self._fs._at(self._path, needed=self._filled + len(view)):
+            self._put_rest(handle)
+            self._put(handle, view)
 
     def append(self, data: bytes | memoryview) -> None:
-        assert self._handle is not None, "write after close"
-        view = memoryview(data).cast("B")
+        view, handle = memoryview(data).cast("B"), self._open_handle()
         # No ``_at``, as in ``read_scatter``.
         try:
-            self._gather(self._handle, view)
+            self._gather(handle, view)
         except StorageError:
             raise
         except OSError as error:
-            raise self._fs._error(error, self._path, len(view)) from error
+            raise self._fs._error(error, self._path, max(self._filled, len(view))) from error
 
     def close(self) -> None:
         if self._handle is None:
             return
-        with self._fs._at(self._path):
+        with self._fs._at(self._path, needed=self._filled or None):
             try:
-                self._put_rest(self._handle)
-                self._fs._disk.sync_file(self._handle)
+                handle = self._open_handle()
+                self._put_rest(handle)
+                self._fs._disk.sync_file(handle)
             finally:
-                self._end(self._handle)
+                self._end()
 
     def abort(self) -> None:
         with contextlib.suppress(OSError):
-            if self._handle is not None:
-                self._end(self._handle)
+            self._end()
             self._fs._disk.unlink(self._fs._full(self._path))
+
+    def _open_handle(self) -> int:
+        assert self._handle is not None, "write after close"
+        if self._is_broken:
+            where = f"{self._fs.root}/{self._path}"
+            raise StorageError(f"{where} is not whole: a write before this one failed", kind=Kind.IO_ERROR)
+        return self._handle
 
     def _gather(self, handle: int, piece: memoryview) -> None:
         if self._block is None:
@@ -310,7 +314,8 @@ class _NewFile:
             if self._filled == _BLOCK_BYTES:
                 if self._is_direct is None:
                     self._is_direct = self._fs._disk.begin_direct(handle)
-                self._put(handle, block, _BLOCK_BYTES if self._is_direct else _CACHED_BYTES)
+                self._put(handle, block)
+                self._filled = 0
 
     def _put_rest(self, handle: int) -> None:
         """What waits goes through the page cache, as does what comes after it: it ends on no page."""
@@ -318,19 +323,21 @@ class _NewFile:
             self._fs._disk.end_direct(handle)
         self._is_direct = False
         if self._block is not None and self._filled:
-            self._put(handle, self._block, _CACHED_BYTES)
+            self._put(handle, self._block[: self._filled])
+            self._filled = 0
 
-    def _put(self, handle: int, block: memoryview, most: int) -> None:
-        # What fails is not tried again: nobody knows how much of it is there.
-        filled, self._filled = self._filled, 0
-        for start in range(0, filled, most):
-            self._fs._disk.write(handle, block[start : min(start + most, filled)])
+    def _put(self, handle: int, data: memoryview) -> None:
+        self._is_broken = True
+        self._fs._disk.write(handle, data)
+        self._is_broken = False
 
-    def _end(self, handle: int) -> None:
-        block, self._block, self._handle = self._block, None, None
+    def _end(self) -> None:
+        block, handle = self._block, self._handle
+        self._block = self._handle = None
         if block is not None:
             _SPARE.append(block)
-        self._fs._disk.close(handle)
+        if handle is not None:
+            self._fs._disk.close(handle)
 
 
 _SPARE: deque[memoryview] = deque(maxlen=_MOST_SPARE)

@@ -32,10 +32,11 @@ class WritableFile(Protocol):
         """Append ``data``; StorageError when the disk refuses."""
 
     def append(self, data: bytes | memoryview) -> None:
-        """The same of a piece of much: it may wait in memory until ``close``, and need not stay in the page cache."""
+        """The same of a piece of much, copied here: it may wait in memory until a later call, which then raises what
+        the disk refuses, and need not stay in the page cache."""
 
     def close(self) -> None:
-        """Make the bytes durable and close."""
+        """Make the bytes durable and close; StorageError when the disk refuses."""
 
     def abort(self) -> None:
         """Close and remove the file."""

@@ -200,7 +200,7 @@ def write_sharded(
 ) -> list[FileEntry]:
     """One sharded array given as parts [n, width] whose rows lie end to end.
 
-    Nothing is copied but compressed chunks that several parts share: no part may change until all are written.
+    No part may change until the chunk that it ends in is written.
     """
     data: AbstractContextManager[HashedFile | None] = nullcontext()
     if spec.size:

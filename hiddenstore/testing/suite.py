@@ -111,19 +111,28 @@ class MortalFilesystem:
 
 
 class _MortalFile:
+    """What is appended waits here for one write, which may then break in its middle."""
+
     def __init__(self, fs: MortalFilesystem, file: WritableFile) -> None:
-        self._fs, self._file = fs, file
+        self._fs, self._file, self._waiting = fs, file, bytearray()
 
     def write(self, data: bytes | memoryview) -> None:
+        self._put_waiting()
         half = memoryview(data).cast("B")[: memoryview(data).nbytes // 2]
         self._fs.call("write", lambda: self._file.write(data), lambda: self._file.write(half))
 
     def append(self, data: bytes | memoryview) -> None:
-        half = memoryview(data).cast("B")[: memoryview(data).nbytes // 2]
-        self._fs.call("write", lambda: self._file.append(data), lambda: self._file.append(half))
+        self._waiting += data
 
     def close(self) -> None:
+        self._put_waiting()
         self._fs.call("close", self._file.close)
+
+    def _put_waiting(self) -> None:
+        whole, self._waiting = bytes(self._waiting), bytearray()
+        if whole:
+            half = whole[: len(whole) // 2]
+            self._fs.call("write", lambda: self._file.append(whole), lambda: self._file.write(half))
 
     def abort(self) -> None:
         self._fs.call("abort", self._file.abort)

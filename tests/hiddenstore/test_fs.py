@@ -6,13 +6,14 @@ import pickle
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError, StorageError
-from hiddenstore.fs import open_filesystem
+from hiddenstore.fs import disk, open_filesystem
 from hiddenstore.fs.cache import LEAST_BYTES, CachedFilesystem
 from hiddenstore.fs.disk import OPEN_FILES, PosixDisk
 from hiddenstore.fs.local import LocalFilesystem
@@ -299,103 +300,124 @@ def test_permission_denied_is_a_storage_error(tmp_path: Path, monkeypatch: pytes
 
 class DirectDisk(PosixDisk):
     """Where appended pages go to the disk past the page cache, whatever filesystem it is; ``calls`` are the bytes of
-    each write and whether it was such a one. The first such write is a short one where it is told so."""
+    each write of the system and whether it was such a one. The first such write is a short one where it is told so."""
 
-    def __init__(self, shortens: bool = False) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, shortens: bool = False) -> None:
         super().__init__()
         self.calls: list[tuple[int, bool]] = []
-        self._is_direct, self._shortens = False, shortens
+        self._direct_handle: int | None = None
+        self._shortens = shortens
+        monkeypatch.setattr(disk, "_is_direct", lambda handle: handle == self._direct_handle)
+        monkeypatch.setattr(os, "write", self._take)
 
     def begin_direct(self, handle: int) -> bool:
-        self._is_direct = True
+        self._direct_handle = handle
         return True
 
     def end_direct(self, handle: int) -> bool:
-        was_direct, self._is_direct = self._is_direct, False
+        was_direct, self._direct_handle = handle == self._direct_handle, None
         return was_direct
 
-    def write(self, handle: int, data: memoryview) -> None:
-        self.calls.append((len(data), self._is_direct))
-        super().write(handle, data)
+    def _take(self, handle: int, data: memoryview) -> int:
+        is_direct = handle == self._direct_handle
+        self.calls.append((len(data), is_direct))
+        if is_direct:
+            place = os.lseek(handle, 0, os.SEEK_CUR)
+            if any(number % 4096 for number in (len(data), np.frombuffer(data, np.uint8).ctypes.data, place)):
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            data, self._shortens = data[:1000] if self._shortens else data, False
+        return os.writev(handle, [data])
 
-    def take(self, handle: int, data: memoryview) -> int:
-        """What the system's own write does there."""
-        if not self._is_direct:
-            return os.writev(handle, [data])
-        if len(data) % 4096 or np.frombuffer(data, np.uint8).ctypes.data % 4096:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        taken, self._shortens = data[:1000] if self._shortens else data, False
-        return os.writev(handle, [taken])
+
+BLOCK, CACHED = 1 << 21, 1 << 19
 
 
 @pytest.mark.parametrize("shortens", [False, True])
 def test_what_is_appended_goes_past_the_page_cache_in_whole_blocks_and_the_rest_through_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shortens: bool
 ) -> None:
-    disk = DirectDisk(shortens)
-    monkeypatch.setattr(os, "write", disk.take)
-    fs, piece = LocalFilesystem(str(tmp_path), disk), os.urandom(700_001)
-    file = fs.create("large")
+    direct, piece = DirectDisk(monkeypatch, shortens), os.urandom(700_001)
+    file = LocalFilesystem(str(tmp_path), direct).create("large")
     for _ in range(9):
         file.append(piece)
     file.close()
     assert (tmp_path / "large").read_bytes() == 9 * piece
-    block, rest = 1 << 21, 9 * len(piece) % (1 << 21)
-    assert disk.calls[:3] == [(block, True), (block, not shortens), (block, not shortens)]
-    assert {is_direct for _, is_direct in disk.calls[3:]} == {False}
-    assert sum(size for size, _ in disk.calls[3:]) == rest
+    if shortens:
+        # The rest of the first block is no whole number of sectors: from there on all goes through the cache.
+        assert direct.calls[:2] == [(BLOCK, True), (BLOCK - 1000, True)]
+        assert {(size <= CACHED, is_direct) for size, is_direct in direct.calls[2:]} == {(True, False)}
+    else:
+        assert direct.calls == [(BLOCK, True)] * 3 + [(9 * len(piece) - 3 * BLOCK, False)]
 
 
-def test_through_the_page_cache_what_is_appended_goes_in_calls_of_half_a_mib(tmp_path: Path) -> None:
-    class CachedDisk(DirectDisk):
-        def begin_direct(self, handle: int) -> bool:
-            return False
-
-    disk, pieces = CachedDisk(), [os.urandom(size) for size in (5_000_000, 3, 70_000, 1 << 19)]
-    file = LocalFilesystem(str(tmp_path), disk).create("large")
-    for piece in pieces:
-        file.append(piece)
+def test_behind_a_write_everything_goes_through_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    direct, data = DirectDisk(monkeypatch), os.urandom(2 * BLOCK)
+    file = LocalFilesystem(str(tmp_path), direct).create("large")
+    file.append(data)
+    file.write(b"odd")
+    file.append(data)
     file.close()
-    assert (tmp_path / "large").read_bytes() == b"".join(pieces)
-    assert {size for size, _ in disk.calls[:-1]} == {1 << 19}
+    assert (tmp_path / "large").read_bytes() == data + b"odd" + data
+    assert direct.calls == [(BLOCK, True)] * 2 + [(3, False)] + [(CACHED, False)] * 8
 
 
-def test_a_small_file_waits_in_memory_until_it_closes(tmp_path: Path) -> None:
-    disk = DirectDisk()
-    file = LocalFilesystem(str(tmp_path), disk).create("small")
+def test_a_small_file_waits_in_memory_until_it_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    direct = DirectDisk(monkeypatch)
+    file = LocalFilesystem(str(tmp_path), direct).create("small")
     for _ in range(1000):
         file.append(b"x" * 300)
-    assert disk.calls == []
+    assert direct.calls == []
     file.close()
-    assert disk.calls == [(300_000, False)]
+    assert direct.calls == [(300_000, False)]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems are not asked")
 def test_ext4_and_xfs_take_blocks_past_the_page_cache_and_no_other_filesystem_is_asked_to(tmp_path: Path) -> None:
-    disk = PosixDisk()
+    posix = PosixDisk()
     kind = subprocess.run(["stat", "-f", "-c", "%t", tmp_path], capture_output=True, text=True, check=True).stdout
     is_one = kind.strip() in {"ef53", "58465342"}
-    handle = disk.create(str(tmp_path / "a"))
-    assert disk.begin_direct(handle) == is_one
-    assert disk.end_direct(handle) == is_one
-    assert not disk.end_direct(handle)
-    disk.close(handle)
+    handle = posix.create(str(tmp_path / "a"))
+    try:
+        assert posix.begin_direct(handle) == is_one
+        assert posix.end_direct(handle) == is_one
+        assert not posix.end_direct(handle)
+    finally:
+        posix.close(handle)
 
 
-@pytest.mark.parametrize("size", [9999, 2 << 20])
-def test_a_write_that_failed_is_not_repeated_when_the_file_closes(tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize("size", [9999, BLOCK])
+def test_nothing_follows_a_write_that_failed(tmp_path: Path, size: int) -> None:
     class FailingDisk(PosixDisk):
         def write(self, handle: int, data: memoryview) -> None:
             if bytes(data[:1]) == b"x":
                 super().write(handle, data[:1000])
-                raise OSError(errno.EIO, "broken")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             super().write(handle, data)
 
-    file = LocalFilesystem(str(tmp_path), FailingDisk()).create("large")
+    fs = LocalFilesystem(str(tmp_path), FailingDisk())
+    file = fs.create("large")
     file.write(bytes(3 << 20))
-    with pytest.raises(StorageError):
+    with pytest.raises(StorageError, match=f"needs {size:,} more bytes"):
         file.write(b"x" * size) if size == 9999 else file.append(b"x" * size)
-    file.close()
+    for after in (partial(file.write, b"y"), partial(file.append, b"y"), file.close):
+        with pytest.raises(StorageError, match="not whole: a write before this one failed"):
+            after()
     assert (tmp_path / "large").stat().st_size == (3 << 20) + 1000
+    file.abort()
+    assert fs.list("") == []
+
+
+def test_files_that_are_written_side_by_side_share_no_memory(tmp_path: Path) -> None:
+    fs = LocalFilesystem(tmp_path)
+    one = fs.create("one")
+    one.append(b"1" * 5000)
+    one.write(b"1")
+    other = fs.create("other")
+    other.append(b"2" * 5000)
+    one.append(b"1" * 5000)
+    other.close()
+    one.close()
+    assert (fs.read("one"), fs.read("other")) == (b"1" * 10_001, b"2" * 5000)
 
 
 def test_a_child_process_writes_in_memory_of_its_own(tmp_path: Path) -> None:
@@ -404,8 +426,11 @@ def test_a_child_process_writes_in_memory_of_its_own(tmp_path: Path) -> None:
     file = fs.create("parent")
     child = os.fork()
     if child == 0:
-        write_pieces(fs, "child", [b"c" * 5000])
-        os._exit(0)
+        try:
+            write_pieces(fs, "child", [b"c" * 5000])
+            os._exit(0)
+        finally:
+            os._exit(1)
     file.append(b"p" * 5000)
     assert os.waitpid(child, 0)[1] == 0
     file.close()

@@ -7,6 +7,7 @@ resumed by the same workload and compared with the run that never crashed.
 """
 
 import hashlib
+from collections import deque
 from functools import cache, partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from hiddenstore import writer
 from hiddenstore.errors import HiddenstoreError, StorageError
 from hiddenstore.files import layout
+from hiddenstore.fs import local
 from hiddenstore.testing.suite import SimulatedCrash, Tally
 from hiddenstore.testing.workload import Plan, Workload, garbage
 from tests.faults import SURVIVALS, Fault, FaultDisk, FaultFilesystem
@@ -77,6 +79,22 @@ def test_every_crash_point_leaves_a_sound_store_that_the_same_command_finishes(p
     for fs, work in distinct:
         tally.check("", partial(check_survivor, fs, work))
     figures.add("crash points × 6 power losses", f"{plan.container}, {plan.codec}: {points} points", tally)
+    assert tally.failures == []
+
+
+@pytest.mark.parametrize("container", ["zarr", "webdataset"])
+def test_every_crash_point_between_the_blocks_of_a_file_leaves_a_sound_store(
+    container: str, figures: Figures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan("bf16", True, container)
+    expected(plan)
+    monkeypatch.setattr(local, "_BLOCK_BYTES", 4096)
+    monkeypatch.setattr(local, "_SPARE", deque())
+    distinct, points = survivors(plan)
+    tally = Tally()
+    for fs, work in distinct:
+        tally.check("", partial(check_survivor, fs, work))
+    figures.add("crash points × 6 power losses", f"{container}, bf16, blocks of 4 KiB: {points} points", tally)
     assert tally.failures == []
 
 
