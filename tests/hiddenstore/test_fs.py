@@ -421,20 +421,24 @@ def test_files_that_are_written_side_by_side_share_no_memory(tmp_path: Path) -> 
 
 
 def test_a_child_process_writes_in_memory_of_its_own(tmp_path: Path) -> None:
-    fs = LocalFilesystem(tmp_path)
+    fs, (ready, tell) = LocalFilesystem(tmp_path), os.pipe()
     write_pieces(fs, "before", [b"b"])
     file = fs.create("parent")
     child = os.fork()
     if child == 0:
         try:
+            os.read(ready, 1)
             write_pieces(fs, "child", [b"c" * 5000])
             os._exit(0)
         finally:
             os._exit(1)
     file.append(b"p" * 5000)
+    os.write(tell, b"!")
     assert os.waitpid(child, 0)[1] == 0
     file.close()
     assert (fs.read("parent"), fs.read("child")) == (b"p" * 5000, b"c" * 5000)
+    os.close(ready)
+    os.close(tell)
 
 
 def write_pieces(fs: Filesystem, path: str, pieces: list[bytes]) -> None:

@@ -88,13 +88,13 @@ def test_every_crash_point_between_the_blocks_of_a_file_leaves_a_sound_store(
 ) -> None:
     plan = Plan("bf16", True, container)
     expected(plan)
-    monkeypatch.setattr(local, "_BLOCK_BYTES", 4096)
+    monkeypatch.setattr(local, "_BLOCK_BYTES", 512)
     monkeypatch.setattr(local, "_SPARE", deque())
     distinct, points = survivors(plan)
     tally = Tally()
     for fs, work in distinct:
         tally.check("", partial(check_survivor, fs, work))
-    figures.add("crash points × 6 power losses", f"{container}, bf16, blocks of 4 KiB: {points} points", tally)
+    figures.add("crash points × 6 power losses", f"{container}, bf16, blocks of 512 bytes: {points} points", tally)
     assert tally.failures == []
 
 
