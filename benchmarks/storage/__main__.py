@@ -86,9 +86,7 @@ class Bench:
         def write_one(row: Row) -> None:
             writer = replace(row, kind=cases.WRITERS.get(row.folder, row.kind))
             self.written[row.folder] = self.ask_alone(writer, "write", keep=True)
-            # Ours go past the page cache, out of which all are read.
-            for path in filter(Path.is_file, (self.root / row.folder).rglob("*")):
-                cold.read_in_order(path)
+            cold.warm(self.root / row.folder)
 
         missing = {row.folder: row for row in rows if row.folder not in {*self.written, "raw"}}
         with ThreadPoolExecutor(2) as pool:
@@ -153,6 +151,7 @@ def many_small(folder: Path) -> Path:
     lengths = np.random.default_rng(SEED).integers(32, 96, SMALL_SAMPLES).tolist()
     samples = (synthetic_sample(i, 0, n, SMALL_WIDTH).view(torch.uint16).numpy() for i, n in enumerate(lengths))
     write_store(folder, "safe", samples, lengths, SMALL_WIDTH)
+    cold.warm(folder)
     return folder
 
 

@@ -54,6 +54,12 @@ def read_in_order(path: Path) -> None:
             pass
 
 
+def warm(folder: Path) -> None:
+    """Let the page cache have the files of a folder, as it has what went through it when it was written."""
+    for path in filter(Path.is_file, folder.rglob("*")):
+        read_in_order(path)
+
+
 def read_ahead(filler: Filler, slots: Sequence[SampleSlot]) -> None:
     """Every sample as a pack, by as many threads as read for a trainer."""
     jobs: Iterator[Job[int]] = (Job(number, ((slot,),)) for number, slot in enumerate(slots))

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save
 
+from benchmarks.storage import cold
 from benchmarks.storage.formats import Format, SampleFormat, Samples, Shapes
 from benchmarks.storage.states import RawStates, loss_mask, synthetic_bits
 from hiddenstore.care.copy import open_copy, run_copy
@@ -176,6 +177,7 @@ class Copies(Format):
         states = (torch.from_numpy(bits).view(torch.bfloat16) for bits in synthetic_bits(lengths, width))
         records = [make_record(index, sample, capture) for index, sample in enumerate(states)]
         write_unit(store, "unit-000000", "i" * 64, records, (), builders.ENGINE)
+        cold.warm(self.folder)
         self.store = Store.open(self.folder / "store")
 
     def copy(self) -> None:
