@@ -1,6 +1,7 @@
 """The programs printed in ``docs/webdataset.md`` decode a real store with webdataset and numpy only."""
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -53,6 +54,17 @@ def test_the_decoder_of_the_page_gives_the_states_the_store_gives(tmp_path: Path
             found = torch.from_numpy(page.states(sample, group, field, slot)).bfloat16()
             assert torch.equal(found.view(torch.int16), wanted.view(torch.int16)), field
     assert seen == store.sample_ids
+
+
+def test_the_page_takes_the_highest_revision_of_a_unit(tmp_path: Path, page: ModuleType) -> None:
+    store = make_store(tmp_path, samples=3, container="webdataset")
+    commit, *others = sorted((Path(store.path) / "commits").glob("*.json"))
+    record = json.loads(commit.read_bytes())
+    for revision in (2, 10):
+        changed = {**record, "segment": f"segments/of-revision-{revision}"}
+        commit.with_name(f"{commit.stem}.r{revision}.json").write_text(json.dumps(changed), encoding="utf-8")
+    assert f"{store.path}/segments/of-revision-10/samples.tar" in page.tars(store.path)
+    assert len(page.tars(store.path)) == 1 + len(others)
 
 
 def test_the_page_unpacks_lossless_members(tmp_path: Path, page: ModuleType) -> None:
