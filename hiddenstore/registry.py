@@ -7,9 +7,10 @@ member that is missing or of a wrong type is an error that names it, never a def
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from functools import cached_property
 from importlib import metadata
+from itertools import takewhile
 from types import UnionType
 from typing import Any, Generic, TypeVar, get_args, get_origin
 
@@ -19,8 +20,15 @@ T = TypeVar("T")
 
 
 def nearest(name: str, names: Collection[str]) -> str:
-    """The one of ``names`` that was meant; empty where none is alike."""
-    return next(iter(get_close_matches(name, names, n=1, cutoff=0.5)), "")
+    """The one of ``names`` that was meant, of several as alike the one that begins most like it; empty where none is
+    alike."""
+
+    def likeness(other: str) -> tuple[float, int]:
+        same = takewhile(lambda letters: letters[0] == letters[1], zip(name, other, strict=False))
+        return SequenceMatcher(None, name, other).ratio(), len(list(same))
+
+    near = max(names, key=likeness, default="")
+    return near if near and likeness(near)[0] >= 0.5 else ""
 
 
 def unknown(thing: str, name: str, names: Collection[str], option: str = "", default: str = "") -> ConfigError:

@@ -313,15 +313,19 @@ def plain_value(text: str) -> Any:
 
 
 def _close_key(model: type[BaseModel], key: str) -> str | None:
-    """The setting that was meant: the one whose last name is most alike, of several the one that is as a whole."""
+    """The setting that was meant: of the section that is written, else of another one the one whose last name is most
+    alike, of several the one that is as a whole."""
 
     def likeness(name: str) -> tuple[float, float]:
         pairs = ((key.rpartition(".")[2], name.rpartition(".")[2]), (key, name))
         return tuple(SequenceMatcher(None, *pair).ratio() for pair in pairs)  # type: ignore[return-value]
 
-    closest = max(key_paths(model), key=likeness)
+    section, names = key.rpartition(".")[0], key_paths(model)
+    near = [name for name in names if section and name.startswith(f"{section}.") and likeness(name)[0] >= 0.7]
+    closest = max(near or names, key=likeness)
     of_last_name, of_all = likeness(closest)
-    return closest if of_last_name >= 0.75 or min(of_last_name, of_all) >= 0.6 else None
+    is_meant = bool(near) or of_last_name >= 0.75 or min(of_last_name, of_all) >= 0.65
+    return closest if is_meant else None
 
 
 def _unknown_message(model: type[BaseModel], path: KeyPath, close: str | None, origins: Mapping[str, str]) -> str:

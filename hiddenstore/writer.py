@@ -17,7 +17,7 @@ from hiddenstore.errors import ConflictError, HiddenstoreError, Kind, StorageErr
 from hiddenstore.files import layout
 from hiddenstore.files.documents import flat, seal, sha256_hex
 from hiddenstore.fs import open_filesystem
-from hiddenstore.fs.seam import Filesystem
+from hiddenstore.fs.seam import Filesystem, is_address
 from hiddenstore.index.publish import indexed_revisions
 from hiddenstore.segments import CONTAINERS, default_container
 from hiddenstore.store import Store, tables_of
@@ -76,7 +76,7 @@ def create_store(
     fs.require_atomic_put()
     if fs.size(layout.STORE_JSON) is None:
         require_fitted(capture)
-        _refuse_foreign_files(fs)
+        require_place(fs)
         for entry in entries:
             _publish_target_file(fs, entry, target_files[entry.path])
         fs.put_if_absent(layout.STORE_JSON, seal(manifest))
@@ -110,12 +110,18 @@ def _packages(capture: CaptureSpec, container: str) -> dict[PackageRole, Package
     return packages
 
 
-def _refuse_foreign_files(fs: Filesystem) -> None:
-    """What a store is made of may be there, by another rank or a crash."""
+def require_place(location: str | Path | Filesystem) -> None:
+    """Refuse what a store can neither be nor become: ConflictError ``output-exists``. What a store is made of may be
+    there, by another rank or a crash."""
+    fs, hint = open_filesystem(location), "give a new folder: -o STORE"
+    if not is_address(fs.root) and Path(fs.root).is_file():
+        raise ConflictError(f"{fs.root} is a file, not a store", kind=Kind.OUTPUT_EXISTS, hint=hint)
+    if fs.size(layout.STORE_JSON) is not None:
+        return
     foreign = [name for name in fs.list("") if name not in layout.TOP_NAMES and not name.startswith(".")]
     if foreign:
         problem = f"{fs.root} is no store and not empty: it holds {', '.join(foreign[:3])}{' …' if foreign[3:] else ''}"
-        raise ConflictError(problem, kind=Kind.OUTPUT_EXISTS, hint="give a new folder: -o STORE")
+        raise ConflictError(problem, kind=Kind.OUTPUT_EXISTS, hint=hint)
 
 
 def capture_differences(stored: StoreManifest, requested: StoreManifest) -> list[str]:

@@ -76,7 +76,7 @@ from hiddenstore.targets.folder import CONFIG_FILE, open_target
 from hiddenstore.targets.identity import CHECKPOINT
 from hiddenstore.targets.rebuild import Rebuilder
 from hiddenstore.threads import Threads
-from hiddenstore.writer import PendingUnit, create_store, pending_units, register_input, write_unit
+from hiddenstore.writer import PendingUnit, create_store, pending_units, register_input, require_place, write_unit
 from schemas.advice import Advice
 from schemas.capture import REBUILT, CaptureSpec, Codecs
 from schemas.manifest import CommitRecord, Container, Reject
@@ -334,6 +334,7 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
     """Everything a job needs, opened: engine, store, input; raises as ``collect`` does, before its first unit."""
     say_once = note if rank.is_first else lambda _text: None
     prepared = PreparedInput.open(options.data)
+    require_place(options.store)
     template = read_template(options.template)
     adapter = None if options.adapter is None else str(options.adapter)
     folder = open_target(options.target, options.revision, template, options.trust_remote_code, adapter)

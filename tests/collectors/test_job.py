@@ -77,6 +77,20 @@ def test_the_store_holds_what_a_direct_forward_computes(options: CollectOptions,
         assert np.array_equal(record.sample.input_ids, sample.input_ids)
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"), [("chats.jsonl", "is a file, not a store"), ("notes", "no store and not empty: it holds x")]
+)
+def test_a_place_that_is_no_stores_is_refused_before_the_target_is_opened(
+    options: CollectOptions, tmp_path: Path, name: str, problem: str
+) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "x").touch()
+    (tmp_path / "chats.jsonl").touch()
+    with pytest.raises(ConflictError, match=problem) as caught:
+        run(replace(options, store=tmp_path / name, target=str(tmp_path / "no target")))
+    assert caught.value.kind == "output-exists"
+
+
 def test_a_first_unit_says_how_long_it_all_takes_before_it_is_committed(
     options: CollectOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

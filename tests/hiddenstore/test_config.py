@@ -125,6 +125,34 @@ def test_a_setting_in_a_wrong_section_is_found_by_its_last_name_first(wrong: str
         config.load(Sections, dotlist=[f"{wrong}=1"])
 
 
+class Run(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    max_steps: int = 10
+    validate_every: int = 100
+
+
+class Unroll(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    steps: int = 3
+
+
+class Whole(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    train: Run = Run()
+    loss: Unroll = Unroll()
+
+
+def test_a_setting_of_the_section_that_is_written_is_meant_before_one_of_another() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean train\.max_steps\?"):
+        config.load(Whole, dotlist=["train.steps=3"])
+
+
+def test_no_setting_is_offered_that_is_only_half_alike() -> None:
+    with pytest.raises(ConfigError, match=r"there are train\.max_steps, train\.validate_every") as caught:
+        config.load(Whole, dotlist=["train.log_every=1"])
+    assert "did you mean" not in str(caught.value)
+
+
 def test_all_problems_are_reported_at_once_with_where_they_were_written(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("steps: -3\nbogus: 1\n")

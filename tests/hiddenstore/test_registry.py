@@ -8,7 +8,7 @@ import pytest
 from hiddenstore.codecs import CODECS
 from hiddenstore.codecs.base import Codec
 from hiddenstore.errors import ConfigError
-from hiddenstore.registry import Registry
+from hiddenstore.registry import Registry, nearest
 
 CODEC = Path(__file__).parent.parent / "plugin" / "other_house" / "codec.py"
 FACTS = ("name", "exact", "code_dtype", "compressed", "formula", "small", "nominal_bits", "reach", "same_layer")
@@ -108,3 +108,8 @@ def test_an_unknown_name_lists_what_there_is_and_offers_the_nearest() -> None:
     with pytest.raises(ConfigError) as e:
         table["something"]
     assert e.value.hint == "--engine hf"
+
+
+def test_of_names_as_alike_the_one_that_begins_the_same_is_meant() -> None:
+    assert nearest("eagle4", ["dflash", "peagle", "eagle3", "medusa"]) == "eagle3"
+    assert nearest("eagle4", []) == ""

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from pydantic import BaseModel
+from rich.padding import Padding
+from rich.text import Text
 
 from hiddenstore.cli.peers import translated
 from hiddenstore.cli.words import STORE, Name, cache_options, open_store, split_snapshot
@@ -368,8 +370,12 @@ def show_settings(store: str, drafter: str | None, file: str | Path | None, word
     document = {"drafter": name, "settings": rows}
 
     def human() -> None:
-        cells = [[row["key"], value_text(row["value"]), row["origin"], _explained(row)] for row in rows]
+        cells = [[row["key"], value_text(row["value"]), row["origin"], row["why"]] for row in rows]
         output().table(["setting", "value", "origin", Column("what it is", wide=True)], cells)
+        # Under the table, whose last column a narrow terminal cuts.
+        for row in rows:
+            if row["because"] is not None:
+                output().print(Padding(Text(f"{row['key']}: {row['because']}"), (0, 0, 0, 2)))
 
     output().data(document, human=human, quiet="\n".join(f"{row['key']}={value_text(row['value'])}" for row in rows))
 
@@ -389,8 +395,3 @@ def _setting_rows(
         because = reasons[key] if origin == DERIVED else None
         rows.append({"key": key, "value": values[section][name], "origin": origin, "why": why, "because": because})
     return rows
-
-
-def _explained(row: Mapping[str, Any]) -> str:
-    """What a setting is, and of a derived one why it has this value."""
-    return row["why"] if row["because"] is None else f"{row['why']} Here: {row['because']}."
