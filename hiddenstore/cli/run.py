@@ -106,6 +106,11 @@ class Stage:
         """The document of the finished stage, below ``out``."""
         return f"{_DONE_FOLDER}/{self.name.replace('/', '.')}.json"
 
+    @property
+    def mark(self) -> str:
+        """The document of the stage while its command works."""
+        return f"{self.record}.begun"
+
     def line(self, words: Sequence[str]) -> str:
         """The command as a person types it."""
         return shlex.join(["hiddenstore", self.command, *words])
@@ -237,7 +242,7 @@ def stages_of(pipeline: Pipeline) -> list[Stage]:
 
 
 class DoneStage(Document):
-    """A finished stage: its words, what it answered (JSON text), seconds. ``built_on``: digest of what it read."""
+    """A finished stage: its words, what it answered (JSON text), seconds. ``built_on``: digests of what it read."""
 
     format: Format = FORMAT_VERSION
     stage: str
@@ -275,16 +280,13 @@ def run_pipeline(pipeline: Pipeline) -> list[StageResult]:
 
 def _do_all(pipeline: Pipeline, stages: Sequence[Stage], out: Path) -> list[StageResult]:
     fs, inputs = LocalFilesystem(out), _digest_of_files(pipeline.inputs)
-    finished: dict[str, DoneStage] = {}
+    finished: list[tuple[Stage, DoneStage]] = []
     results = []
     clock = _Clock(pipeline.minutes, stages)
     for number, stage in enumerate(stages, 1):
-        # A stage is built on the capture, and on the earlier stages of its own drafter.
-        drafter, _, _ = stage.name.rpartition("/")
-        before = [done for name, done in finished.items() if "/" not in name or name.startswith(f"{drafter}/")]
-        built_on = hashlib.sha256(b"".join(map(seal, before))).hexdigest() + inputs
-        if files := _named_files(stage, out, (pipeline.target, *pipeline.inputs)):
-            built_on += _digest_of_files(files)
+        files = _named_files(stage, out, (pipeline.target, *pipeline.inputs))
+        read = inputs + (_digest_of_files(files) if files else "")
+        built_on = _built_on(fs, stage, [digest + read for digest in _digests_before(stage, finished)])
         earlier = _finished_before(fs, stage, built_on)
         about = "  (done before)" if earlier else clock.estimate(number - 1)
         output().note(f"\n{number}/{len(stages)}  {stage.name}{about}")
@@ -295,11 +297,32 @@ def _do_all(pipeline: Pipeline, stages: Sequence[Stage], out: Path) -> list[Stag
             raise
         if earlier is None:
             fs.put_if_absent(stage.record, seal(done))
-            Path(fs.root, f"{stage.record}.begun").unlink(missing_ok=True)
+            Path(fs.root, stage.mark).unlink(missing_ok=True)
             clock.took(stage, done.seconds)
-        finished[stage.name] = done
+        finished.append((stage, done))
         results.append(StageResult(stage, json.loads(done.answer), done.seconds, earlier is not None))
     return results
+
+
+def _digests_before(stage: Stage, finished: Sequence[tuple[Stage, DoneStage]]) -> tuple[str, str]:
+    """Digest of what earlier stages left for ``stage`` to read: products, of the capture and of its own drafter, and of
+    answers the draft length that `eval --costs` leaves for `export`. The second counts answers whole, as records of
+    0.1.0's development versions do."""
+    drafter, _, _ = stage.name.rpartition("/")
+    before = [(one, done) for one, done in finished if "/" not in one.name or one.name.startswith(f"{drafter}/")]
+    products = [seal(done) for one, done in before if one.product is not None]
+    if stage.command == "export":
+        answers = [json.loads(done.answer) for one, done in before if one.command == "eval"]
+        products += [f"{one['best_draft_len']}".encode() for one in answers if one.get("speedup", 0) > 1]
+    first, second = (hashlib.sha256(b"".join(seals)) for seals in (products, [seal(done) for _, done in before]))
+    return first.hexdigest(), second.hexdigest()
+
+
+def _built_on(fs: LocalFilesystem, stage: Stage, digests: Sequence[str]) -> str:
+    """The one of ``digests`` that ``stage`` was finished or begun with, else the first. Raises CorruptionError."""
+    paths = [path for path in (stage.record, stage.mark) if fs.size(path) is not None]
+    known = {load(fs, path, DoneStage).built_on for path in paths}
+    return next((digest for digest in digests if digest in known), digests[0])
 
 
 class _Clock:
@@ -372,9 +395,9 @@ def _do(fs: LocalFilesystem, stage: Stage, built_on: str) -> DoneStage:
     start, words = time.monotonic(), stage.words
     begun = DoneStage(stage=stage.name, words=words, answer="{}", seconds=0.0, built_on=built_on)
     # Between the end of a command and its record a kill leaves a product that the command would refuse to overwrite.
-    mark = Path(fs.root, f"{stage.record}.begun")
+    mark = Path(fs.root, stage.mark)
     if stage.product is not None and stage.command != "collect":
-        known = load(fs, f"{stage.record}.begun", DoneStage) if mark.is_file() else None
+        known = load(fs, stage.mark, DoneStage) if mark.is_file() else None
         if not (stage.product / "run.json" if stage.resume else stage.product).exists():
             replace_file(mark, seal(begun))
         elif stage.resume and known not in (None, begun):
