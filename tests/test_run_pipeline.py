@@ -224,6 +224,17 @@ def test_what_is_written_of_an_option_is_what_its_command_gets(world: World, tmp
         _stages(str(file), "verify.full=ture")
 
 
+def test_a_section_with_nothing_in_it_is_refused_and_never_left_out(world: World, tmp_path: Path) -> None:
+    file = Path(write_pipeline(world, tmp_path))
+    whole = file.read_text()
+    for section in ("regenerate", "decode", "serve"):
+        file.write_text(f"{whole}{section}:\n")
+        with pytest.raises(ConfigError, match=rf"{section} \(.*\): write {{}} for no options"):
+            _stages(str(file))
+    file.write_text(f"{whole}regenerate: {{}}\n")
+    assert _stages(str(file))[0].name == "regenerate"
+
+
 def _stages(file: str, *words: str) -> list[pipeline.Stage]:
     with click.Context(main):
         return list(pipeline.stages_of(load_settings(pipeline.Pipeline, file, words)))

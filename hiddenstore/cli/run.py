@@ -39,6 +39,8 @@ _WRITTEN = ("--markdown", "--answers", "--take")
 
 # Options that a pipeline has its own member for, or that belong to all of the run.
 _RESERVED = ("--out", "--target", "--drafter", "--config", "--resume", "--json", "--quiet", "--verbose")
+_STAGES = ("regenerate", "prepare", "collect", "verify", "eval", "decode", "export", "serve")
+
 _DONE_FOLDER = "done"
 
 
@@ -74,6 +76,14 @@ class Pipeline(BaseModel):
     export: Section = Field(default_factory=lambda: {"engine": "vllm"})
     serve: Section | None = None
     minutes: dict[str, float] = Field(default_factory=dict)
+
+    @field_validator(*_STAGES, mode="before")
+    @classmethod
+    def _stages_are_there_or_left_out(cls, section: Any) -> Any:
+        # ``decode:`` and ``decode: none`` are the same None here, and mean opposite things.
+        if section is None:
+            raise ValueError("write {} for no options, or leave the section out")
+        return section
 
     @field_validator("drafters", mode="before")
     @classmethod
