@@ -235,6 +235,21 @@ def test_a_section_with_nothing_in_it_is_refused_and_never_left_out(world: World
     assert _stages(str(file))[0].name == "regenerate"
 
 
+@pytest.mark.parametrize("name", ["answers.jsonl", "data", "store", "done", WRITER])
+def test_no_drafter_takes_the_name_of_what_lies_beside_it(world: World, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"out/{name} is not a drafter's"):
+        _stages(write_pipeline(world, tmp_path, drafters={name: {"drafter": "medusa"}}))
+
+
+def test_the_folder_of_a_target_that_is_named_by_dots_has_the_name_of_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny" / "inside").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "tiny" / "inside")
+    outs = [pipeline._pipeline(None, (), target, ("chats.jsonl",), None).out for target in (".", "..", "Qwen/Qwen3-8B")]
+    assert outs == ["runs/inside", "runs/tiny", "runs/Qwen3-8B"]
+
+
 def _stages(file: str, *words: str) -> list[pipeline.Stage]:
     with click.Context(main):
         return list(pipeline.stages_of(load_settings(pipeline.Pipeline, file, words)))

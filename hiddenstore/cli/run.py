@@ -20,7 +20,7 @@ from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import seconds
 from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
 from hiddenstore.files.documents import load, seal
-from hiddenstore.files.lock import FolderLock
+from hiddenstore.files.lock import WRITER, FolderLock
 from hiddenstore.fs import require_local
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import make_folder, replace_file, tree_files
@@ -41,7 +41,9 @@ _WRITTEN = ("--markdown", "--answers", "--take")
 _RESERVED = ("--out", "--target", "--drafter", "--config", "--resume", "--json", "--quiet", "--verbose")
 _STAGES = ("regenerate", "prepare", "collect", "verify", "eval", "decode", "export", "serve")
 
-_DONE_FOLDER = "done"
+# What lies in ``out`` beside the folders of drafters.
+_ANSWERS, _DATA, _STORE, _DONE_FOLDER = "answers.jsonl", "data", "store", "done"
+_NO_DRAFTERS = (_ANSWERS, _DATA, _STORE, _DONE_FOLDER, WRITER)
 
 
 class DrafterSection(BaseModel):
@@ -96,6 +98,8 @@ class Pipeline(BaseModel):
         for name in drafters:
             if name in ("", ".", "..") or Path(name).name != name:
                 raise ValueError(f"{name!r} cannot name a folder")
+            if name in _NO_DRAFTERS:
+                raise ValueError(f"out/{name} is not a drafter's; choose another name than {name!r}")
         return drafters
 
 
@@ -136,9 +140,9 @@ class _Builder:
     def stages(self) -> Iterator[Stage]:
         """Every stage in order."""
         pipeline, target = self._pipeline, ("--target", self._pipeline.target)
-        data, store, inputs = self._out / "data", self._out / "store", tuple(pipeline.inputs)
+        data, store, inputs = self._out / _DATA, self._out / _STORE, tuple(pipeline.inputs)
         if pipeline.regenerate is not None:
-            answers = self._out / "answers.jsonl"
+            answers = self._out / _ANSWERS
             words = (*inputs, "-o", str(answers), *target, *self._options("regenerate"))
             yield Stage("regenerate", "regenerate", words, answers)
             inputs = (str(answers),)
@@ -495,7 +499,7 @@ def _pipeline(
         return load_settings(Pipeline, None, theirs.rest, theirs.pipeline())
     if target is None or not inputs:
         raise click.UsageError("Missing argument 'PIPELINE', or --target T and --data INPUT.")
-    name = Path(target).name
+    name = Path(os.path.abspath(target)).name
     defaults = {"target": target, "inputs": list(inputs), "out": out or f"runs/{name}", "drafters": {"eagle3": {}}}
     return load_settings(Pipeline, None, words, defaults)
 
