@@ -212,6 +212,17 @@ def test_a_value_that_an_option_does_not_take_is_refused_before_anything_is_done
     assert not (tmp_path / "out").exists()
 
 
+def test_an_export_is_for_vllm_where_no_engine_is_named_and_an_unknown_one_is_refused_first(
+    world: World, tmp_path: Path
+) -> None:
+    file = write_pipeline(world, tmp_path, export={"dtype": "float16"})
+    stage = next(stage for stage in _stages(file) if stage.name == "medusa/export")
+    assert stage.words[-4:] == ("--dtype", "float16", "--engine", "vllm")
+    with pytest.raises(ConfigError, match="export: unknown engine 'vlm'") as caught:
+        _stages(file, "export.engine=vlm")
+    assert caught.value.hint == "--engine vllm"
+
+
 def test_what_is_written_of_an_option_is_what_its_command_gets(world: World, tmp_path: Path) -> None:
     sections = {"export": {"engine": "vllm", "engine-version": 0.10}, "prepare": {"val": "20%", "template": "{{ x }}"}}
     file = Path(write_pipeline(world, tmp_path, **sections, verify={"full": "yes", "meaning": "off"}))

@@ -75,7 +75,7 @@ class Pipeline(BaseModel):
     drafters: dict[str, DrafterSection] = Field(min_length=1)
     eval: Section = Field(default_factory=dict)
     decode: Section | None = None
-    export: Section = Field(default_factory=lambda: {"engine": "vllm"})
+    export: Section = Field(default_factory=dict, validate_default=True)
     serve: Section | None = None
     minutes: dict[str, float] = Field(default_factory=dict)
 
@@ -86,6 +86,11 @@ class Pipeline(BaseModel):
         if section is None:
             raise ValueError("write {} for no options, or leave the section out")
         return section
+
+    @field_validator("export")
+    @classmethod
+    def _vllm_where_no_engine_is_named(cls, section: Section) -> Section:
+        return section if section.get("engine") else {**section, "engine": "vllm"}
 
     @field_validator("drafters", mode="before")
     @classmethod
