@@ -1,5 +1,6 @@
 """``hiddenstore run``: a pipeline file through the whole command line, stopped anywhere and gone on with."""
 
+import hashlib
 import json
 import shutil
 import signal
@@ -211,6 +212,17 @@ def test_a_value_that_an_option_does_not_take_is_refused_before_anything_is_done
     assert not (tmp_path / "out").exists()
 
 
+def test_an_export_is_for_vllm_where_no_engine_is_named_and_an_unknown_one_is_refused_first(
+    world: World, tmp_path: Path
+) -> None:
+    file = write_pipeline(world, tmp_path, export={"dtype": "float16"})
+    stage = next(stage for stage in _stages(file) if stage.name == "medusa/export")
+    assert stage.words[-4:] == ("--dtype", "float16", "--engine", "vllm")
+    with pytest.raises(ConfigError, match="export: unknown engine 'vlm'") as caught:
+        _stages(file, "export.engine=vlm")
+    assert caught.value.hint == "--engine vllm"
+
+
 def test_what_is_written_of_an_option_is_what_its_command_gets(world: World, tmp_path: Path) -> None:
     sections = {"export": {"engine": "vllm", "engine-version": 0.10}, "prepare": {"val": "20%", "template": "{{ x }}"}}
     file = Path(write_pipeline(world, tmp_path, **sections, verify={"full": "yes", "meaning": "off"}))
@@ -221,6 +233,32 @@ def test_what_is_written_of_an_option_is_what_its_command_gets(world: World, tmp
     assert stages["verify"][1:] == ("--full",)
     with pytest.raises(ConfigError, match="verify: full is true or false, found 'ture'"):
         _stages(str(file), "verify.full=ture")
+
+
+def test_a_section_with_nothing_in_it_is_refused_and_never_left_out(world: World, tmp_path: Path) -> None:
+    file = Path(write_pipeline(world, tmp_path))
+    whole = file.read_text()
+    for section in ("regenerate", "decode", "serve"):
+        file.write_text(f"{whole}{section}:\n")
+        with pytest.raises(ConfigError, match=rf"{section} \(.*\): write {{}} for no options"):
+            _stages(str(file))
+    file.write_text(f"{whole}regenerate: {{}}\n")
+    assert _stages(str(file))[0].name == "regenerate"
+
+
+@pytest.mark.parametrize("name", ["answers.jsonl", "data", "store", "done", WRITER])
+def test_no_drafter_takes_the_name_of_what_lies_beside_it(world: World, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"out/{name} is not a drafter's"):
+        _stages(write_pipeline(world, tmp_path, drafters={name: {"drafter": "medusa"}}))
+
+
+def test_the_folder_of_a_target_that_is_named_by_dots_has_the_name_of_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny" / "inside").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "tiny" / "inside")
+    outs = [pipeline._pipeline(None, (), target, ("chats.jsonl",), None).out for target in (".", "..", "Qwen/Qwen3-8B")]
+    assert outs == ["runs/inside", "runs/tiny", "runs/Qwen3-8B"]
 
 
 def _stages(file: str, *words: str) -> list[pipeline.Stage]:
@@ -284,6 +322,63 @@ def test_what_a_changed_pipeline_would_make_otherwise_is_refused_with_both_comma
     assert message.endswith("[stage-changed]")
     assert "--recipe lossless" in message
     assert fix == f"rm -r {finished / 'out' / 'store'} {finished / 'out' / 'done' / 'collect.json'}"
+    assert tree(finished / "out") == before
+
+
+def test_other_options_of_an_answer_ask_it_again_and_keep_what_was_made(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, products = str(finished / "pipeline.yaml"), [finished / "out" / name for name in ("store", "medusa")]
+    before = [tree(path) for path in products]
+    for words in (["verify.full=false", "eval.draft-len=1"], []):
+        again = document(capsys, file, *words)
+        new = [stage["stage"] for stage in again["stages"] if not stage["was_done"]]
+        assert new == ["verify", "eagle3.1/eval", "medusa/eval"]
+        assert [tree(path) for path in products] == before
+
+
+def test_an_export_is_built_on_the_draft_length_that_pays_and_not_on_the_rest_of_the_answer(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = finished / "out" / "done" / "medusa.eval.json"
+    whole = record.read_bytes()
+    done = unseal(whole, DoneStage, str(record))
+    try:
+        for speedup, code in ((0.9, 0), (1.2, CONFLICT)):
+            answer = json.dumps({**json.loads(done.answer), "best_draft_len": 2, "speedup": speedup})
+            record.write_bytes(seal(done.model_copy(update={"answer": answer})))
+            assert run("run", str(finished / "pipeline.yaml"), "-q") == code
+        assert "medusa/drafter was made from inputs that have changed" in error_of(capsys.readouterr().err)[0]
+    finally:
+        record.write_bytes(whole)
+
+
+def test_a_folder_whose_records_count_every_answer_is_finished_too(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, before = finished / "out" / "done", tree(finished / "out")
+    records = {stage.name: finished / "out" / stage.record for stage in _stages(str(finished / "pipeline.yaml"))}
+    whole = {path: path.read_bytes() for path in records.values()}
+    sealed: dict[str, bytes] = {}
+    for name, path in records.items():
+        done = unseal(whole[path], DoneStage, str(path))
+        drafter = f"{name.partition('/')[0]}/"
+        read = b"".join(data for one, data in sealed.items() if "/" not in one or one.startswith(drafter))
+        digest = hashlib.sha256(read).hexdigest() + done.built_on[64:]
+        sealed[name] = seal(done.model_copy(update={"built_on": digest}))
+        path.write_bytes(sealed[name])
+    # A training that was stopped is known by its mark.
+    train = records["medusa/train"]
+    begun = unseal(sealed["medusa/train"], DoneStage, str(train)).model_copy(update={"answer": "{}", "seconds": 0.0})
+    try:
+        assert all(stage["was_done"] for stage in document(capsys, str(finished / "pipeline.yaml"))["stages"])
+        train.rename(folder / "medusa.train.json.begun")
+        (folder / "medusa.train.json.begun").write_bytes(seal(begun))
+        assert run("run", str(finished / "pipeline.yaml"), "-q") == CONFLICT
+        assert "medusa/drafter was made from inputs" in error_of(capsys.readouterr().err)[0], "the run was taken"
+    finally:
+        for path, data in whole.items():
+            path.write_bytes(data)
     assert tree(finished / "out") == before
 
 

@@ -20,7 +20,7 @@ from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import seconds
 from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
 from hiddenstore.files.documents import load, seal
-from hiddenstore.files.lock import FolderLock
+from hiddenstore.files.lock import WRITER, FolderLock
 from hiddenstore.fs import require_local
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import make_folder, replace_file, tree_files
@@ -39,7 +39,11 @@ _WRITTEN = ("--markdown", "--answers", "--take")
 
 # Options that a pipeline has its own member for, or that belong to all of the run.
 _RESERVED = ("--out", "--target", "--drafter", "--config", "--resume", "--json", "--quiet", "--verbose")
-_DONE_FOLDER = "done"
+_STAGES = ("regenerate", "prepare", "collect", "verify", "eval", "decode", "export", "serve")
+
+# What lies in ``out`` beside the folders of drafters.
+_ANSWERS, _DATA, _STORE, _DONE_FOLDER = "answers.jsonl", "data", "store", "done"
+_NO_DRAFTERS = (_ANSWERS, _DATA, _STORE, _DONE_FOLDER, WRITER)
 
 
 class DrafterSection(BaseModel):
@@ -71,9 +75,22 @@ class Pipeline(BaseModel):
     drafters: dict[str, DrafterSection] = Field(min_length=1)
     eval: Section = Field(default_factory=dict)
     decode: Section | None = None
-    export: Section = Field(default_factory=lambda: {"engine": "vllm"})
+    export: Section = Field(default_factory=dict, validate_default=True)
     serve: Section | None = None
     minutes: dict[str, float] = Field(default_factory=dict)
+
+    @field_validator(*_STAGES, mode="before")
+    @classmethod
+    def _stages_are_there_or_left_out(cls, section: Any) -> Any:
+        # ``decode:`` and ``decode: none`` are the same None here, and mean opposite things.
+        if section is None:
+            raise ValueError("write {} for no options, or leave the section out")
+        return section
+
+    @field_validator("export")
+    @classmethod
+    def _vllm_where_no_engine_is_named(cls, section: Section) -> Section:
+        return section if section.get("engine") else {**section, "engine": "vllm"}
 
     @field_validator("drafters", mode="before")
     @classmethod
@@ -86,6 +103,8 @@ class Pipeline(BaseModel):
         for name in drafters:
             if name in ("", ".", "..") or Path(name).name != name:
                 raise ValueError(f"{name!r} cannot name a folder")
+            if name in _NO_DRAFTERS:
+                raise ValueError(f"out/{name} is not a drafter's; choose another name than {name!r}")
         return drafters
 
 
@@ -106,6 +125,11 @@ class Stage:
         """The document of the finished stage, below ``out``."""
         return f"{_DONE_FOLDER}/{self.name.replace('/', '.')}.json"
 
+    @property
+    def mark(self) -> str:
+        """The document of the stage while its command works."""
+        return f"{self.record}.begun"
+
     def line(self, words: Sequence[str]) -> str:
         """The command as a person types it."""
         return shlex.join(["hiddenstore", self.command, *words])
@@ -121,9 +145,9 @@ class _Builder:
     def stages(self) -> Iterator[Stage]:
         """Every stage in order."""
         pipeline, target = self._pipeline, ("--target", self._pipeline.target)
-        data, store, inputs = self._out / "data", self._out / "store", tuple(pipeline.inputs)
+        data, store, inputs = self._out / _DATA, self._out / _STORE, tuple(pipeline.inputs)
         if pipeline.regenerate is not None:
-            answers = self._out / "answers.jsonl"
+            answers = self._out / _ANSWERS
             words = (*inputs, "-o", str(answers), *target, *self._options("regenerate"))
             yield Stage("regenerate", "regenerate", words, answers)
             inputs = (str(answers),)
@@ -237,7 +261,7 @@ def stages_of(pipeline: Pipeline) -> list[Stage]:
 
 
 class DoneStage(Document):
-    """A finished stage: its words, what it answered (JSON text), seconds. ``built_on``: digest of what it read."""
+    """A finished stage: its words, what it answered (JSON text), seconds. ``built_on``: digests of what it read."""
 
     format: Format = FORMAT_VERSION
     stage: str
@@ -275,16 +299,13 @@ def run_pipeline(pipeline: Pipeline) -> list[StageResult]:
 
 def _do_all(pipeline: Pipeline, stages: Sequence[Stage], out: Path) -> list[StageResult]:
     fs, inputs = LocalFilesystem(out), _digest_of_files(pipeline.inputs)
-    finished: dict[str, DoneStage] = {}
+    finished: list[tuple[Stage, DoneStage]] = []
     results = []
     clock = _Clock(pipeline.minutes, stages)
     for number, stage in enumerate(stages, 1):
-        # A stage is built on the capture, and on the earlier stages of its own drafter.
-        drafter, _, _ = stage.name.rpartition("/")
-        before = [done for name, done in finished.items() if "/" not in name or name.startswith(f"{drafter}/")]
-        built_on = hashlib.sha256(b"".join(map(seal, before))).hexdigest() + inputs
-        if files := _named_files(stage, out, (pipeline.target, *pipeline.inputs)):
-            built_on += _digest_of_files(files)
+        files = _named_files(stage, out, (pipeline.target, *pipeline.inputs))
+        read = inputs + (_digest_of_files(files) if files else "")
+        built_on = _built_on(fs, stage, [digest + read for digest in _digests_before(stage, finished)])
         earlier = _finished_before(fs, stage, built_on)
         about = "  (done before)" if earlier else clock.estimate(number - 1)
         output().note(f"\n{number}/{len(stages)}  {stage.name}{about}")
@@ -295,11 +316,32 @@ def _do_all(pipeline: Pipeline, stages: Sequence[Stage], out: Path) -> list[Stag
             raise
         if earlier is None:
             fs.put_if_absent(stage.record, seal(done))
-            Path(fs.root, f"{stage.record}.begun").unlink(missing_ok=True)
+            Path(fs.root, stage.mark).unlink(missing_ok=True)
             clock.took(stage, done.seconds)
-        finished[stage.name] = done
+        finished.append((stage, done))
         results.append(StageResult(stage, json.loads(done.answer), done.seconds, earlier is not None))
     return results
+
+
+def _digests_before(stage: Stage, finished: Sequence[tuple[Stage, DoneStage]]) -> tuple[str, str]:
+    """Digest of what earlier stages left for ``stage`` to read: products, of the capture and of its own drafter, and of
+    answers the draft length that `eval --costs` leaves for `export`. The second counts answers whole, as records of
+    0.1.0's development versions do."""
+    drafter, _, _ = stage.name.rpartition("/")
+    before = [(one, done) for one, done in finished if "/" not in one.name or one.name.startswith(f"{drafter}/")]
+    products = [seal(done) for one, done in before if one.product is not None]
+    if stage.command == "export":
+        answers = [json.loads(done.answer) for one, done in before if one.command == "eval"]
+        products += [f"{one['best_draft_len']}".encode() for one in answers if one.get("speedup", 0) > 1]
+    first, second = (hashlib.sha256(b"".join(seals)) for seals in (products, [seal(done) for _, done in before]))
+    return first.hexdigest(), second.hexdigest()
+
+
+def _built_on(fs: LocalFilesystem, stage: Stage, digests: Sequence[str]) -> str:
+    """The one of ``digests`` that ``stage`` was finished or begun with, else the first. Raises CorruptionError."""
+    paths = [path for path in (stage.record, stage.mark) if fs.size(path) is not None]
+    known = {load(fs, path, DoneStage).built_on for path in paths}
+    return next((digest for digest in digests if digest in known), digests[0])
 
 
 class _Clock:
@@ -372,9 +414,9 @@ def _do(fs: LocalFilesystem, stage: Stage, built_on: str) -> DoneStage:
     start, words = time.monotonic(), stage.words
     begun = DoneStage(stage=stage.name, words=words, answer="{}", seconds=0.0, built_on=built_on)
     # Between the end of a command and its record a kill leaves a product that the command would refuse to overwrite.
-    mark = Path(fs.root, f"{stage.record}.begun")
+    mark = Path(fs.root, stage.mark)
     if stage.product is not None and stage.command != "collect":
-        known = load(fs, f"{stage.record}.begun", DoneStage) if mark.is_file() else None
+        known = load(fs, stage.mark, DoneStage) if mark.is_file() else None
         if not (stage.product / "run.json" if stage.resume else stage.product).exists():
             replace_file(mark, seal(begun))
         elif stage.resume and known not in (None, begun):
@@ -462,7 +504,7 @@ def _pipeline(
         return load_settings(Pipeline, None, theirs.rest, theirs.pipeline())
     if target is None or not inputs:
         raise click.UsageError("Missing argument 'PIPELINE', or --target T and --data INPUT.")
-    name = Path(target).name
+    name = Path(os.path.abspath(target)).name
     defaults = {"target": target, "inputs": list(inputs), "out": out or f"runs/{name}", "drafters": {"eagle3": {}}}
     return load_settings(Pipeline, None, words, defaults)
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.words import RUN, STORE, FiniteRange, layers_option
+from hiddenstore.cli.words import RUN, STORE, FiniteRange, Name, layers_option
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.dumps import LAYOUTS, SHORT_NAMES
 from hiddenstore.fs import require_local
@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from hiddenstore.dumps.common import ExportedData, MissingFinal
     from trainer.export.write import ExportedDrafter
     from trainer.train.run_folder import LoadedDrafter
+
+
+def _require_engine(name: str) -> None:
+    from trainer.export.support import ENGINES
+
+    ENGINES.require(name)
 
 
 @click.command(
@@ -25,7 +31,11 @@ if TYPE_CHECKING:
     ),
 )
 @click.argument("run", type=RUN, required=False)
-@click.option("--engine", help="Which engine will load it: vllm, sglang, trtllm, llamacpp, or the speculators format.")
+@click.option(
+    "--engine",
+    type=Name(_require_engine, ()),
+    help="Which engine will load it: vllm, sglang, trtllm, llamacpp, or the speculators format.",
+)
 @click.option("--engine-version", "version", metavar="VERSION", help="Of the engine; default: the one --list shows.")
 @click.option("-o", "--out", help="Folder to write; for llama.cpp also a file, such as drafter.gguf.")
 @click.option(
@@ -70,7 +80,6 @@ def export(
         raise click.UsageError(f"{' and '.join(missing)} missing; --list shows which engine takes which drafter")
     from trainer.export.support import ENGINES
 
-    # An engine that does not exist is said before anything is loaded, torch included.
     engine, folder = ENGINES[engine].name, require_local(out, "an export")
 
     from trainer.export.write import checkpoint_of, stretched
