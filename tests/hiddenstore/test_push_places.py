@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from hiddenstore.care.copy import run_copy
 from hiddenstore.errors import ConflictError, CorruptionError, StorageError
 from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.inspect.samples import parse_where
 from hiddenstore.share.hub import open_remote
 from hiddenstore.share.pull import pull
-from hiddenstore.share.push import push_store
+from hiddenstore.share.push import open_staging, push_store
 from hiddenstore.share.remote import SUMS, Remote, StorageRemote
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_store
@@ -30,9 +32,18 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         yield open_remote("hf://datasets/me/states")
 
 
-def made(folder: Path, samples: int) -> Store:
+def made(folder: Path, samples: int, seed: int = 0) -> Store:
     folder.mkdir()
-    return make_store(folder, samples=samples, container="webdataset")
+    return make_store(folder, samples=samples, seed=seed, container="webdataset")
+
+
+def damage_middle(store: Store) -> None:
+    """One bit of the unit with most samples."""
+    record = max(store.commits(), key=lambda record: len(record.samples))
+    tar = Path(store.path, record.segment, "samples.tar")
+    data = bytearray(tar.read_bytes())
+    data[len(data) // 2] ^= 1
+    tar.write_bytes(bytes(data))
 
 
 def silent(_label: str, _total: int) -> object:
@@ -95,11 +106,7 @@ def test_a_store_that_was_repaired_and_has_grown_is_the_same_one(remote: Remote,
     store = made(tmp_path / "one", 12)
     push(store, remote)
     pull(remote, tmp_path / "here", silent)  # type: ignore[arg-type]
-    record = max(store.commits(), key=lambda record: len(record.samples))
-    tar = Path(store.path, record.segment, "samples.tar")
-    data = bytearray(tar.read_bytes())
-    data[len(data) // 2] ^= 1
-    tar.write_bytes(bytes(data))
+    damage_middle(store)
     assert repair_all(store.path).dropped
     make_store(Path(store.path).parent, samples=5, container="webdataset")
     grown = Store.open(store.path)
@@ -107,6 +114,34 @@ def test_a_store_that_was_repaired_and_has_grown_is_the_same_one(remote: Remote,
     push(grown, remote)
     pull(remote, tmp_path / "here", silent)  # type: ignore[arg-type]
     assert contents(Store.open(tmp_path / "here")) == contents(grown)
+
+
+def test_a_store_made_anew_is_not_pushed_with_the_samples_of_the_one_it_replaced(tmp_path: Path) -> None:
+    old, new, staging = made(tmp_path / "old", 5, seed=9), made(tmp_path / "new", 12), tmp_path / "staging"
+    run_copy(open_staging(old, staging, None, None, False))
+    before = tree(staging)
+    with pytest.raises(ConflictError, match="holds 5 samples not among those to push") as caught:
+        open_staging(new, staging, None, None, False)
+    assert (caught.value.kind, caught.value.hint) == ("output-exists", "--staging ANOTHER")
+    assert tree(staging) == before
+
+
+def test_a_staging_folder_that_is_to_hold_samples_of_another_choice_is_refused(tmp_path: Path) -> None:
+    store, staging = made(tmp_path / "one", 12), tmp_path / "staging"
+    open_staging(store, staging, parse_where([], "train"), None, False)
+    assert not len(Store.open(staging))
+    with pytest.raises(ConflictError, match="holds 10 samples not among those to push"):
+        open_staging(store, staging, parse_where([], "validation"), None, False)
+
+
+def test_a_staging_folder_may_hold_what_a_repair_of_its_source_dropped(tmp_path: Path) -> None:
+    store, staging = made(tmp_path / "one", 12), tmp_path / "staging"
+    run_copy(open_staging(store, staging, None, None, False))
+    whole = contents(store)
+    damage_middle(store)
+    assert repair_all(store.path).dropped
+    run_copy(open_staging(Store.open(store.path), staging, None, None, False))
+    assert contents(Store.open(staging)) == whole
 
 
 def test_a_list_of_files_that_comes_cut_at_the_end_of_a_line_is_no_smaller_push(tmp_path: Path) -> None:
