@@ -146,6 +146,7 @@ def pull(address: str, dest: str) -> None:
     from hiddenstore.share.hub import open_remote
     from hiddenstore.share.pull import DRAFTER_JSON
     from hiddenstore.share.pull import pull as run_pull
+    from hiddenstore.share.remote import restore_hint
     from hiddenstore.targets.checkpoint import read_object
 
     if is_address(dest):
@@ -157,6 +158,10 @@ def pull(address: str, dest: str) -> None:
     kind = kind_of(dest)
     if report.replaced:
         output().warn(f"{plural(len(report.replaced), 'file')} had other bytes and came again: {report.replaced[0]} …")
+    if report.lossy:
+        units = plural(len(report.lossy), "unit")
+        mend = f"`{restore_hint(remote, 'PUSHED', dest)}` brings them back"
+        output().warn(f"a repair of {dest} dropped samples of {units} that {remote.address} holds: {mend}")
     if report.removed:
         output().warn(f"removed, as the drafter has them no more: {', '.join(report.removed)}")
     document = {"address": remote.address, "dest": dest, "kind": kind, **vars(report)}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
+from hiddenstore.console.text import plural
 from hiddenstore.errors import ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.files.layout import COMMITS_DIR, INDEX_DIR, SNAPSHOTS_DIR, STORE_JSON
 from hiddenstore.fs.local import LocalFilesystem
@@ -26,9 +27,11 @@ from hiddenstore.share.remote import (
     Advance,
     Begin,
     Remote,
+    lossy_units,
     lost_units,
     parse_sums,
     read_sums,
+    restore_hint,
     sums_text,
 )
 from hiddenstore.threads import Threads
@@ -42,13 +45,15 @@ _TURNS = ({COMMITS_DIR}, {INDEX_DIR, SNAPSHOTS_DIR}, {STORE_JSON, DRAFTER_JSON})
 @dataclass(frozen=True)
 class PullReport:
     """What a pull did; ``bytes_read`` came now, ``replaced`` names files that were there with other bytes, ``removed``
-    those of an older drafter that the newer one does not have."""
+    those of an older drafter that the newer one does not have, ``lossy`` units of which a repair here dropped samples
+    that were pushed."""
 
     files: int
     bytes: int
     bytes_read: int
     replaced: tuple[str, ...]
     removed: tuple[str, ...]
+    lossy: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,9 @@ class _File:
 def pull(remote: Remote, out: Path, begin: Begin) -> PullReport:
     """Bring what ``remote`` holds to the folder ``out``; the same pull again continues, or brings what was added.
     Raises NotFoundError: ``push-unfinished``, nothing whole was pushed there; ConflictError: ``output-exists``: the
-    folder holds something else, or another pull writes it; CorruptionError: ``file-corrupt``: bytes came twice that are
-    not those that were pushed; StorageError: disk or place refused; ``disk-full`` before the first byte where it can be
-    known."""
+    folder holds something else, or samples that a repair dropped there, or another pull writes it; CorruptionError:
+    ``file-corrupt``: bytes came twice that are not those that were pushed; StorageError: disk or place refused;
+    ``disk-full`` before the first byte where it can be known."""
     digests = read_sums(remote)
     sizes = {path: remote.size(path) for path in digests}
     absent = SUMS if not digests else next((path for path, size in sizes.items() if size is None), None)
@@ -83,6 +88,7 @@ def pull(remote: Remote, out: Path, begin: Begin) -> PullReport:
     total = sum(file.size for file in files)
     with _writing(out):
         older = _require_same(out, digests)
+        lossy = _require_no_loss(out, remote, digests)
         before = {file.path for file in files if file.out.is_file()}
         advance = begin("pull", total)
         missing = [file for file in files if not _is_there(file, advance)]
@@ -99,7 +105,7 @@ def pull(remote: Remote, out: Path, begin: Begin) -> PullReport:
         for turn in range(len(_TURNS) + 1):
             came += _bring_all(remote, [file for file in missing if _turn(file.path) == turn], advance)
             LocalFilesystem(out).sync_folder("")
-    return PullReport(len(files), total, came, tuple(sorted(replaced)), tuple(left_behind))
+    return PullReport(len(files), total, came, tuple(sorted(replaced)), tuple(left_behind), tuple(lossy))
 
 
 def _turn(path: str) -> int:
@@ -139,6 +145,19 @@ def _require_same(out: Path, digests: Mapping[str, str]) -> dict[str, str]:
         message = f"another store was pulled to {out}, or a later push of this one"
         raise ConflictError(message, kind=Kind.OUTPUT_EXISTS, hint="another DEST")
     return before
+
+
+def _require_no_loss(out: Path, remote: Remote, digests: Mapping[str, str]) -> list[str]:
+    """Units that lack samples here, as ``PullReport.lossy``; refused are records that lack samples which are here."""
+    lossy, remote_losses = lossy_units(out, remote, digests)
+    if remote_losses:
+        raise ConflictError(
+            f"{out} holds samples of {plural(len(remote_losses), 'unit')}, such as {remote_losses[0]}, that a repair "
+            f"of what {remote.address} holds dropped and that would be lost; nothing was brought",
+            kind=Kind.OUTPUT_EXISTS,
+            hint=restore_hint(remote, str(out), "PUSHED"),
+        )
+    return lossy
 
 
 def _sums_here(out: Path) -> dict[str, str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hiddenstore.care.copy import Copy, open_copy
+from hiddenstore.commit import lost_samples
 from hiddenstore.console.text import plural
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.files import layout
@@ -29,8 +30,10 @@ from hiddenstore.share.remote import (
     Begin,
     LocalFile,
     Remote,
+    lossy_units,
     lost_units,
     read_sums,
+    restore_hint,
     sums_text,
 )
 from hiddenstore.store import Store
@@ -75,16 +78,35 @@ def staging_reason(store: Store, is_part: bool) -> str | None:
 
 def open_staging(store: Store, staging: Path, keep: Test | None, layers: Sequence[int] | None, on_hub: bool) -> Copy:
     """The copy of a store, or of a part of it, that ``push_store`` can push; it resumes. Raises as ``open_copy``;
-    ConflictError ``output-exists``: the folder holds samples that are not to be pushed."""
+    ConflictError ``output-exists``: the folder holds samples that are not to be pushed; it stays as it is."""
     if on_hub and keep is None and len(store.catalog):
         require_limits([(f"{layout.SEGMENTS_DIR}/{number}", 0) for number in range(len(store.catalog))])
-    opened = open_copy([store], staging, None, keep, CONTAINER, layers=layers)
-    chosen = None if keep is None else {entry.id for unit, entry in store.entries if keep(unit, entry)}
-    others = [] if chosen is None else [name for name in opened.destination.sample_ids if name not in chosen]
+    _require_no_others(store, staging, keep)
+    return open_copy([store], staging, None, keep, CONTAINER, layers=layers)
+
+
+def _require_no_others(store: Store, staging: Path, keep: Test | None) -> None:
+    """Refuse a folder with samples of another store or choice: those it holds, and those of its inputs, which the copy
+    would fill. What a repair of the store dropped was its own, and the folder may have it still."""
+    try:
+        present = Store.open(staging, strict=False)
+    except NotFoundError:
+        return
+    selection = {entry.id for unit, entry in store.entries if keep is None or keep(unit, entry)}
+    pending = set[str]()
+    if keep is None:
+        selection.update(*(lost_samples(record) for record in store.commits()))
+        pending.update(*_input_ids(store))
+    others = {name for name in present.sample_ids if name not in selection}
+    others.update(*(ids - selection - pending for ids in _input_ids(present)))
     if others:
-        message = f"{staging} holds {len(others):,} samples that are not among those to push, such as {others[0][:12]}"
+        count, first = plural(len(others), "sample"), min(others)[:12]
+        message = f"{staging} holds {count} not among those to push, such as {first}; nothing was copied"
         raise ConflictError(message, kind=Kind.OUTPUT_EXISTS, hint="--staging ANOTHER")
-    return opened
+
+
+def _input_ids(store: Store) -> Iterator[set[str]]:
+    return (set(registered.table["sample_id"].to_pylist()) for registered in store.inputs().values())
 
 
 def push_store(store: Store, remote: Remote, card: str, public: bool, begin: Begin) -> PushReport:
@@ -191,12 +213,20 @@ def _push(
             hint=f"another name; or, where it holds what was pushed of this store before, {pull} and push again with "
             "--staging PUSHED",
         )
-    if units := lost_units(_pushed_before(remote), digests):
+    before = _pushed_before(remote)
+    if units := lost_units(before, digests):
         raise ConflictError(
             f"{remote.address} holds another store: {plural(len(units), 'unit')} of it, such as {units[0]}, are not in "
             f"{root}, and would be lost",
             kind=Kind.OUTPUT_EXISTS,
             hint="another name",
+        )
+    if units := lossy_units(root, remote, before)[0]:
+        raise ConflictError(
+            f"{remote.address} holds samples of {plural(len(units), 'unit')}, such as {units[0]}, that a repair of "
+            f"{root} dropped and that would be lost; nothing was sent",
+            kind=Kind.OUTPUT_EXISTS,
+            hint=f"{restore_hint(remote, 'PUSHED', str(root))}; or the same collect",
         )
     remote.begin(digests, public)
     missing = [file for file in files if known.get(file.path) != file.sha256]

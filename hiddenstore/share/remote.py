@@ -4,16 +4,21 @@
 not name is not part of it, and without it a push was not finished.
 """
 
+import hashlib
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from hiddenstore.commit import commit_of, latest_revisions, lost_samples
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.files.layout import COMMITS_DIR, STORE_JSON, parse_commits
+from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.seam import Filesystem, is_inside, storage_error
+from schemas.manifest import CommitRecord
 
 SUMS, CARD = "SHA256SUMS", "README.md"
 PIECE_BYTES = 32 << 20
@@ -96,12 +101,53 @@ def lost_units(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]
     """Units of a store that one push names and a later one does not: it is of another store, as a store keeps its
     units. Their ``store.json`` says what was captured, not of which text, so that it may be the same."""
 
-    def units(sums: Mapping[str, str]) -> set[str]:
-        start = f"{COMMITS_DIR}/"
-        records = (path.removeprefix(start) for path in sums if path.startswith(start))
-        return {unit for unit, _, _ in parse_commits(records)}
+    return sorted({unit for unit, _ in _records(before)} - {unit for unit, _ in _records(after)})
 
-    return sorted(units(before) - units(after))
+
+def lossy_units(root: Path, remote: Remote, sums: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Units of which a repair dropped samples that the other side has: those that lack them in the store at ``root``,
+    and those that lack them in what ``sums`` says was pushed. Only records that differ are read of the place."""
+    fs = LocalFilesystem(root)
+    latest, local_losses, remote_losses = latest_revisions(fs), list[str](), list[str]()
+    for unit, path in _records(sums):
+        if unit not in latest:
+            continue
+        data = fs.read(f"{COMMITS_DIR}/{latest[unit][1]}")
+        if hashlib.sha256(data).hexdigest() == sums[path]:
+            continue
+        # Of a record that is damaged nobody reads a sample.
+        with suppress(CorruptionError):
+            local = commit_of(data, latest[unit][1], str(root)).record
+            pushed = commit_of(_read(remote, path), path.rpartition("/")[2], remote.address).record
+            if _has_lost_of(pushed, local):
+                local_losses.append(unit)
+            if _has_lost_of(local, pushed):
+                remote_losses.append(unit)
+    return local_losses, remote_losses
+
+
+def restore_hint(remote: Remote, source: str, destination: str) -> str:
+    """The commands that bring samples back which a repair dropped; ``PUSHED`` is what is pulled."""
+    commands = ["hiddenstore", "pull", remote.address, "PUSHED"], ["hiddenstore", "copy", source, destination]
+    return " && ".join(map(shlex.join, commands))
+
+
+def _records(sums: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The units that are named, and the path of the record of each."""
+    start = f"{COMMITS_DIR}/"
+    names = (path.removeprefix(start) for path in sums if path.startswith(start))
+    return [(unit, f"{start}{name}") for unit, _, name in parse_commits(names)]
+
+
+def _has_lost_of(record: CommitRecord, lossy: CommitRecord) -> bool:
+    lost = lost_samples(lossy)
+    return any(entry.id in lost for entry in record.samples)
+
+
+def _read(remote: Remote, path: str) -> bytes:
+    """A whole file; what came of it where it ends before, nothing where there is none."""
+    size = remote.size(path)
+    return remote.read_range(path, 0, size) if size else b""
 
 
 class StorageRemote:
@@ -127,15 +173,18 @@ class StorageRemote:
     def digests(self, files: Sequence[LocalFile]) -> dict[str, str]:
         before, sizes = self._sums(), {file.path: self._fs.size(file.path) for file in files}
         is_cut = self._fs.size(_BEGUN) is not None
-        # Of another size under a known digest: put there by a push that ended before it, with other bytes. What such a
-        # push was to replace may be the old file or the new one.
-        return {
-            file.path: ("" if is_cut and file.replaces else before.get(file.path, ""))
-            if sizes[file.path] == file.size
-            else "other"
-            for file in files
-            if sizes[file.path] is not None
-        }
+
+        def digest(file: LocalFile) -> str:
+            if sizes[file.path] != file.size:
+                # Under a known digest: put there by a push that ended before it, with other bytes.
+                return "other"
+            if file.replaces:
+                # What a push that was cut was to replace may be the old file or the new one.
+                return "" if is_cut else before.get(file.path, "")
+            # A later push that left a file out names it no more, and it is still there.
+            return before.get(file.path) or self._sha256(file)
+
+        return {file.path: digest(file) for file in files if sizes[file.path] is not None}
 
     def put(self, files: Sequence[LocalFile], advance: Advance) -> None:
         for file in files:
@@ -154,6 +203,12 @@ class StorageRemote:
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         return self._fs.read_range(path, offset, length)
+
+    def _sha256(self, file: LocalFile) -> str:
+        digest = hashlib.sha256()
+        for offset in range(0, file.size, PIECE_BYTES):
+            digest.update(self._fs.read_range(file.path, offset, min(PIECE_BYTES, file.size - offset)))
+        return digest.hexdigest()
 
     def _sums(self) -> dict[str, str]:
         before: dict[str, str] = {}

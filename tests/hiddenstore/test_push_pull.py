@@ -203,7 +203,7 @@ def test_staging_that_holds_other_samples_is_refused(
     assert Path(staging).is_dir()
     assert run("push", world / "store", PLACE, "--split", "validation", "--staging", staging, "-q") == 6
     message, fix = error_of(capsys.readouterr().err)
-    assert "samples that are not among those to push" in message
+    assert "samples not among those to push" in message
     assert fix == "--staging ANOTHER"
 
 
