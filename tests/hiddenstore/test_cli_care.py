@@ -230,6 +230,18 @@ def test_repair_names_what_it_sets_aside_and_the_command_that_writes_it_again(tm
     assert not head.exists()
 
 
+def test_repair_says_what_brings_back_an_input_without_which_it_knows_nothing_of_a_record(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples=2)
+    for path in (*Path(store.path, "commits").iterdir(), *Path(store.path, "inputs").iterdir()):
+        path.write_bytes(path.read_bytes()[:-9])
+    for words, following in ((["-y"], "collect DATA"), ([], "repair")):
+        result = run("repair", store.path, *words)
+        assert "the same collect brings the input back, and repair then" in " ".join(result.stderr.split())
+        assert f"next: hiddenstore {following}" in result.stderr
+    assert f"{store.path} -y --accept-loss 2" in result.stderr
+    assert len(list(Path(store.path, "commits").iterdir())) == len(store.commits())
+
+
 def test_gc_sweeps_what_no_commit_names_once_it_is_old_enough(tmp_path: Path) -> None:
     store = make_store(tmp_path, samples=2)
     orphan = Path(store.path, "segments", "u-000000-deadbeef")
