@@ -83,13 +83,13 @@ def verify(store: str, full: bool, meaning: bool, stock: bool, share: float | No
 
 def _remedy(store: str, report: "Report") -> tuple[str, ...]:
     """The command that helps: repair drops bytes that cannot be read, but not states that mean something else, and
-    there is nothing to drop of a file of the target that is gone."""
+    there is nothing to drop of a file of the target, or of a record, that is gone."""
     if all(f.kind == "file-missing" and f.path.startswith(f"{TARGET_DIR}/") for f in report.findings):
+        return (_SAME_COLLECT.format(shlex.quote(store)),)
+    if "incomplete" in report.kinds and set(report.kinds) <= {"incomplete", Kind.COMMIT_MISSING}:
         return (_SAME_COLLECT.format(shlex.quote(store)),)
     if any(kind.startswith(_UNREADABLE) for kind in report.kinds):
         return "hiddenstore", "repair", store
-    if set(report.kinds) == {"incomplete"}:
-        return (_SAME_COLLECT.format(shlex.quote(store)),)
     if not report.affected:
         return "hiddenstore", "info", store
     return "hiddenstore", "show", store, report.affected[0][:12]
@@ -276,7 +276,7 @@ def _show_copy(document: Mapping[str, Any]) -> None:
     "--accept-loss",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Drop exactly the N samples of the plan, which prints the number; needed for more than 1 %, or for any dropped unseen.",
+    help="Drop exactly the N samples of the plan, which prints the number; needed for over 1 %, and for any unseen.",
 )
 @common_options
 def repair(store: str, yes: bool, accept_loss: int | None) -> None:

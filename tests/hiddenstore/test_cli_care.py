@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from hiddenstore.cli import main
 from hiddenstore.cli.care import parse_age
 from hiddenstore.errors import ConfigError
+from hiddenstore.index.publish import publish_index
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import HEAD, capture_spec, make_store, target_files
 from hiddenstore.writer import create_store
@@ -111,8 +112,11 @@ def test_states_that_mean_something_else_are_not_sent_to_repair(tmp_path: Path) 
     assert result.stderr.startswith(("next: hiddenstore show", "next: hiddenstore info"))
 
 
-def test_an_unfinished_store_points_to_collect(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_indexed", [True, False])
+def test_an_unfinished_store_points_to_collect(is_indexed: bool, tmp_path: Path) -> None:
     store = make_store(tmp_path, samples=6)
+    if is_indexed:
+        publish_index(store.fs, store.catalog.names)
     sorted(Path(store.path, "commits").iterdir())[0].unlink()
     result = run("verify", store.path)
     assert result.exit_code == 3
