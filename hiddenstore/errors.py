@@ -177,7 +177,7 @@ class Kind(StrEnum):
     SNAPSHOT_MISSING = "snapshot-missing", NotFoundError, "There is no snapshot of that name."
     SNAPSHOT_CORRUPT = "snapshot-corrupt", CorruptionError, "A snapshot is damaged."
     SNAPSHOT_MISMATCH = "snapshot-mismatch", CorruptionError, "A snapshot names a commit record of other bytes."
-    LOSS_NOT_ACCEPTED = "loss-not-accepted", ConfigError, "A repair would drop more than 1 % of the samples."
+    LOSS_NOT_ACCEPTED = "loss-not-accepted", ConfigError, "A repair would drop over 1 % of the samples, or some unseen."
     SAMPLE_MISSING = "sample-missing", NotFoundError, "There is no sample of that id."
     SAMPLE_AMBIGUOUS = "sample-ambiguous", ConfigError, "Several samples' ids begin like that."
     SAMPLE_SHAPE = "sample-shape", CorruptionError, "A sample has another number of rows than its record says."

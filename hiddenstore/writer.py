@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hiddenstore.codecs.fitted import require_fitted
-from hiddenstore.commit import latest_revisions, lost_samples, publish_commit, read_commit
+from hiddenstore.commit import committed_units, latest_revisions, lost_samples, publish_commit, read_commit
 from hiddenstore.errors import ConflictError, HiddenstoreError, Kind, StorageError
 from hiddenstore.files import layout
 from hiddenstore.files.documents import flat, seal, sha256_hex
@@ -243,6 +243,15 @@ def register_input(store: Store, prepared: "PreparedInput") -> str:
             hint="collect into a new store and merge with: hiddenstore copy",
         )
     return digest
+
+
+def restore_input(location: "str | Path | Filesystem", prepared: "PreparedInput") -> None:
+    """Register an input again that is gone, though records of its units are there. Where some of them are damaged no
+    writer opens the store before a repair, which needs the input to know what they held."""
+    fs, digest = open_filesystem(location), prepared.info.digest
+    is_gone, prefix = fs.size(layout.input_path(digest)) is None, layout.unit_prefix(digest)
+    if is_gone and any(unit.startswith(prefix) for unit in committed_units(fs)):
+        register_input(Store.open(fs, strict=False), prepared)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,15 @@ from hiddenstore.targets.folder import CONFIG_FILE, open_target
 from hiddenstore.targets.identity import CHECKPOINT
 from hiddenstore.targets.rebuild import Rebuilder
 from hiddenstore.threads import Threads
-from hiddenstore.writer import PendingUnit, create_store, pending_units, register_input, require_place, write_unit
+from hiddenstore.writer import (
+    PendingUnit,
+    create_store,
+    pending_units,
+    register_input,
+    require_place,
+    restore_input,
+    write_unit,
+)
 from schemas.advice import Advice
 from schemas.capture import REBUILT, CaptureSpec, Codecs
 from schemas.manifest import CommitRecord, Container, Reject
@@ -96,6 +104,7 @@ def open_store(
 ) -> Store:
     """The store of ``options``: a new one, under ``auto`` of the recipe advised, or the old one. Raises ConflictError:
     it holds another capture; or as ``calibrate``."""
+    restore_input(options.store, prepared)
     create = partial(new_store, options.store, options.container, engine.target)
     codecs = _stored_codecs(options.store)
     if is_unfitted(capture):

@@ -7,6 +7,7 @@ from. Running the same copy again does only what is missing; a source that has g
 """
 
 import shlex
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from hiddenstore.care.stored_unit import (
@@ -30,6 +32,7 @@ from hiddenstore.codecs.base import CodeLayout, MaskedCodec
 from hiddenstore.codecs.fitted import encodes, fit, is_unfitted, require_encodes, spread
 from hiddenstore.codecs.recipes import DEFAULT_RECIPE, get_recipe, recipe_name
 from hiddenstore.commit import committed_units, lost_samples
+from hiddenstore.console.text import plural
 from hiddenstore.errors import ConfigError, ConflictError, FormatError, Kind, NotFoundError
 from hiddenstore.files import layout
 from hiddenstore.fs import open_filesystem
@@ -269,27 +272,38 @@ def _rounding(old: CodeLayout, new: CodeLayout) -> str | None:
     return None if new.exact else "rounds once"
 
 
-def _units_as_cut(sources: Sequence[Store], destination: Store) -> tuple[list[CopyUnit], int, int]:
-    """Bring the inputs over; units to copy, how many are present already, and how many no source holds."""
+def _units_as_cut(sources: Sequence[Store], destination: Store) -> tuple[list[CopyUnit], int, int, int]:
+    """Bring the inputs over; units to copy, how many are present already, how many no source holds, and how many
+    samples of a source no unit brings: each unit comes from one source whole."""
     for source in sources:
         for digest, registered in source.inputs().items():
             _bring_input(registered, destination, digest)
     done = committed_units(destination.fs)
-    units: dict[str, CopyUnit] = {}
+    by_name: dict[str, list[CopyUnit]] = defaultdict(list)
     for source in sources:
         for record in source.commits():
-            known = units.get(record.unit)
-            # Of two records of one unit the one of which a repair dropped fewer samples.
-            if known and known.origin and len(lost_samples(record)) >= len(lost_samples(known.origin[1])):
-                continue
             ids = tuple(entry.id for entry in record.samples)
-            units[record.unit] = CopyUnit(record.unit, record.input, ids, (source, record))
+            by_name[record.unit].append(CopyUnit(record.unit, record.input, ids, (source, record)))
+    units = {name: max(several, key=lambda unit: len(unit.samples)) for name, several in by_name.items()}
     registered_units = {unit for registered in destination.inputs().values() for unit in registered.units}
     lossy = _lossy_units(destination)
     named = indexed_revisions(destination.fs)
     to_copy = [replace(unit, revision=named.get(name, -1) + 1) for name, unit in units.items() if name not in done]
     to_copy += [replace(units[name], revision=item.revision) for name, item in lossy.items() if _restores(units, item)]
-    return to_copy, len(units) - len(to_copy), len(registered_units - done - units.keys())
+    left = _left_behind(by_name, to_copy, destination)
+    return to_copy, len(units) - len(to_copy), len(registered_units - done - units.keys()), left
+
+
+def _left_behind(by_name: Mapping[str, list[CopyUnit]], to_copy: Sequence[CopyUnit], destination: Store) -> int:
+    """How many samples that a record of the copy will name as rejects are stored in a source."""
+    with_rejects = np.flatnonzero(destination.catalog.facts["rejects"]).tolist()
+    records = {record.unit: record for record in (destination.commits()[number] for number in with_rejects)}
+    records |= {unit.name: unit.origin[1] for unit in to_copy if unit.origin is not None}
+    left: set[str] = set()
+    for name, record in records.items():
+        rejected = {reject.id for reject in record.rejects}
+        left.update(*(rejected.intersection(unit.samples) for unit in by_name.get(name, ())))
+    return sum(name not in destination for name in left.difference(*(unit.samples for unit in to_copy)))
 
 
 def _lossy_units(destination: Store) -> dict[str, PendingUnit]:
@@ -411,14 +425,20 @@ def open_copy(
         raise ConfigError("no sample of the sources passes the filter", kind=Kind.SELECTION_EMPTY)
     destination = open_destination(sources, location, recipe, container, target, layers, keep is not None)
     bring_calibration(sources, destination)
+    left = 0
     if keep is None:
-        units, present, unavailable = _units_as_cut(sources, destination)
+        units, present, unavailable, left = _units_as_cut(sources, destination)
     else:
         units, present, unavailable = units_of_selection(sources, destination, keep)
     copy = Copy(destination, tuple(sources), units, present, unavailable)
     if copy.verbatim < len(units):
         copy.notes = rounding_notes(sources, destination, recoding_equal=any(unit.is_gathered for unit in units))
     copy.notes += warnings
+    if left:
+        copy.notes.append(
+            f"{plural(left, 'sample')} left behind: a unit comes from the source that holds most of it, others have "
+            "what it lacks; the same command with --where 'tokens>0' brings them"
+        )
     hint = f"`{shlex.join(['hiddenstore', 'advise', str(sources[0].path)])}` shows what other recipes take"
     if lacking := shortage(destination, copy.bytes_to_write(), "copy", hint):
         copy.notes.append(lacking)

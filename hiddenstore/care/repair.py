@@ -8,7 +8,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from hiddenstore.care.rerecord import UnitFacts, damaged_text, proven_unit, unit_facts
+from hiddenstore.care.rerecord import UnitFacts, damaged_text, named_samples, proven_unit, unit_facts
 from hiddenstore.care.stored_unit import recaptured_of, stored_samples, unit_of
 from hiddenstore.commit import DAMAGED
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, FormatError, Kind, NotFoundError
@@ -35,7 +35,8 @@ class UnitRepair:
     """One unit: samples to drop with the reason, how many stay (``kept``), and its commit record.
 
     ``source`` is the segment that a record which cannot be read is made again from. ``forget`` moves a record to
-    ``quarantine/`` of whose samples nothing else is known: its unit can then be collected again.
+    ``quarantine/`` of whose samples nothing else is known: its unit can then be collected again, and ``dropped`` are
+    those that an index or what is left of the record names.
     """
 
     unit: str
@@ -51,22 +52,30 @@ class Repair:
     """What ``repair`` would do, or did; ``samples`` are those of the store, damaged ones counted.
 
     ``aside``: damaged files beside the units with the reason, moved to ``quarantine/``; the same collect writes those
-    of target and inputs again.
+    of target and inputs again. ``waiting``: units of whose record and input neither can be read; their segments may
+    prove themselves once the input is back.
     """
 
     units: list[UnitRepair] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)
     aside: dict[str, str] = field(default_factory=dict)
     samples: int = 0
     done: bool = False
 
     @property
     def dropped(self) -> int:
-        return sum(len(unit.dropped) for unit in self.units)
+        """Samples; a unit of which not even their number is known counts as one."""
+        return sum(len(unit.dropped) or unit.forget for unit in self.units)
+
+    @property
+    def forgets(self) -> bool:
+        """Whether samples are dropped at which no segment was looked."""
+        return any(unit.forget for unit in self.units)
 
     @property
     def must_be_accepted(self) -> bool:
-        """Whether so much is dropped that ``repair`` acts only when told the number."""
-        return self.dropped > ACCEPTED_LOSS * self.samples
+        """Whether so much is dropped, or so blindly, that ``repair`` acts only when told the number."""
+        return self.forgets or self.dropped > ACCEPTED_LOSS * self.samples
 
 
 @dataclass(frozen=True)
@@ -87,8 +96,8 @@ def repair(location: "str | Path | Filesystem", dry_run: bool = True, accept_los
     read is made again from a segment whose content proves itself. Old records and segments stay until ``gc``. Damaged
     files beside the units are moved to ``quarantine/``. Raises StorageError: the storage refused to read; nothing is
     changed; FormatError: a record is whole, but of another version; nothing is changed; ConfigError:
-    ``loss-not-accepted``: more than 1 % of the samples would be dropped, and ``accept_loss`` is not their number;
-    nothing is changed."""
+    ``loss-not-accepted``: more than 1 % of the samples would be dropped, or some of which nothing but a damaged record
+    or an index tells, and ``accept_loss`` is not their number; nothing is changed."""
     fs = open_filesystem(location)
     if fs.size(layout.STORE_JSON) is None:
         raise missing("store", fs.root)
@@ -148,8 +157,15 @@ def _plan_unreadable(
 ) -> None:
     text = damaged_text(store.fs, name)
     facts = unit_facts(store, parsed.unit, text)
+    if facts is None and any(path.startswith(f"{layout.INPUTS_DIR}/") for path in result.aside):
+        result.waiting.append(parsed.unit)
+        return
     if facts is None:
-        result.units.append(UnitRepair(parsed.unit, name, {}, 0, forget=True))
+        reasons = dict.fromkeys(
+            named_samples(store.fs, name, text), "its commit record cannot be read; its input is gone"
+        )
+        result.samples += len(reasons) or 1
+        result.units.append(UnitRepair(parsed.unit, name, reasons, 0, forget=True))
         return
     proven = proven_unit(store, facts, text)
     intact = () if proven is None else proven.intact
@@ -184,9 +200,9 @@ def _require_accepted(store: Store, result: Repair, accept_loss: int | None) -> 
     if not result.must_be_accepted or accept_loss == result.dropped:
         return
     accepted = "" if accept_loss is None else f"; --accept-loss says {accept_loss:,}"
+    why = "of units whose record and input cannot be read" if result.forgets else f"more than {ACCEPTED_LOSS:.0%}"
     raise ConfigError(
-        f"repair would drop {result.dropped:,} of {result.samples:,} samples, more than {ACCEPTED_LOSS:.0%}{accepted}; "
-        "nothing has changed",
+        f"repair would drop {result.dropped:,} of {result.samples:,} samples, {why}{accepted}; nothing has changed",
         kind=Kind.LOSS_NOT_ACCEPTED,
         hint=shlex.join(["hiddenstore", "repair", store.path, "-y", "--accept-loss", str(result.dropped)]),
     )

@@ -8,6 +8,7 @@ images from an older record alone.
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +20,7 @@ from hiddenstore.files.damage import DAMAGE, drop_caches, twice
 from hiddenstore.files.digests import Digest, TreeDigest
 from hiddenstore.files.documents import read_bounded
 from hiddenstore.fs.seam import Filesystem
+from hiddenstore.index.file import live_indexes
 from hiddenstore.records import final_row_positions, sample_id
 from hiddenstore.segments import CONTAINERS
 from hiddenstore.segments.segment import SegmentReader
@@ -65,6 +67,16 @@ class ProvenUnit:
 def damaged_text(fs: Filesystem, name: str) -> str:
     """What can be made out of a damaged record: a hint, never believed without proof."""
     return read_bounded(fs, f"{layout.COMMITS_DIR}/{name}").decode("latin-1")
+
+
+def named_samples(fs: Filesystem, name: str, text: str) -> list[str]:
+    """Ids of the samples that a damaged record held, as an index names them, else as its ``text`` does; not proven."""
+    for file in live_indexes(fs):
+        if name in file.header.records:
+            with suppress(*DAMAGE):
+                table = file.read(["record"])
+                return table.ids.take(table.record == file.header.records.index(name))[:]
+    return list(dict.fromkeys(_ID.findall(text.rpartition('"samples":[')[2])))
 
 
 def unit_facts(store: Store, unit: str, text: str) -> UnitFacts | None:

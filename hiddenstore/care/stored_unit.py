@@ -230,7 +230,7 @@ def units_of_selection(sources: Sequence[Store], destination: Store, keep: Test)
         register_input(destination, _Selection(entries, _borders(samples, sources, destination)))
     if groups:
         pending, unavailable = _pending_units(destination, index)
-    return pending, len(selected.keys() & covered), unavailable
+    return pending, len(selected.keys() & destination.sample_ids), unavailable
 
 
 def _borders(

@@ -83,13 +83,13 @@ def verify(store: str, full: bool, meaning: bool, stock: bool, share: float | No
 
 def _remedy(store: str, report: "Report") -> tuple[str, ...]:
     """The command that helps: repair drops bytes that cannot be read, but not states that mean something else, and
-    there is nothing to drop of a file of the target that is gone."""
+    there is nothing to drop of a file of the target, or of a record, that is gone."""
     if all(f.kind == "file-missing" and f.path.startswith(f"{TARGET_DIR}/") for f in report.findings):
+        return (_SAME_COLLECT.format(shlex.quote(store)),)
+    if "incomplete" in report.kinds and set(report.kinds) <= {"incomplete", Kind.COMMIT_MISSING}:
         return (_SAME_COLLECT.format(shlex.quote(store)),)
     if any(kind.startswith(_UNREADABLE) for kind in report.kinds):
         return "hiddenstore", "repair", store
-    if set(report.kinds) == {"incomplete"}:
-        return (_SAME_COLLECT.format(shlex.quote(store)),)
     if not report.affected:
         return "hiddenstore", "info", store
     return "hiddenstore", "show", store, report.affected[0][:12]
@@ -276,7 +276,7 @@ def _show_copy(document: Mapping[str, Any]) -> None:
     "--accept-loss",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Drop exactly the N samples of the plan, which prints the number; needed for more than 1 % of them.",
+    help="Drop exactly the N samples of the plan, which prints the number; needed for over 1 %, and for any unseen.",
 )
 @common_options
 def repair(store: str, yes: bool, accept_loss: int | None) -> None:
@@ -311,6 +311,11 @@ def _show_repair(document: Mapping[str, Any]) -> None:
         columns = ("unit", ">dropped", ">kept", Column("why", wide=True))
         out.table(columns, (_repair_row(unit) for unit in units))
         out.print(f"{plural(document['dropped'], 'sample')} in {plural(len(units), 'unit')} {verb}dropped{later}")
+    if unproven := len(document["waiting"]) + (0 if document["done"] else sum(unit["forget"] for unit in units)):
+        out.warn(
+            f"neither record nor input of {plural(unproven, 'unit')} can be read: the same collect brings the input "
+            "back, and repair then keeps what proves itself"
+        )
     for path, why in aside.items():
         out.print(Text(clean_line(path)))
         _indented(why)
@@ -321,7 +326,7 @@ def _show_repair(document: Mapping[str, Any]) -> None:
 def _repair_row(unit: Mapping[str, Any]) -> tuple[str, str, str, str]:
     why = "its commit record cannot be read"
     if unit["forget"]:
-        return unit["unit"], "record", "–", why
+        return unit["unit"], count(len(unit["dropped"])) if unit["dropped"] else "record", "–", why
     if unit["source"] is None:
         why = _SEGMENT_PATH.sub("", next(iter(unit["dropped"].values()), "damaged beside its samples"))
     return unit["unit"], count(len(unit["dropped"])), count(unit["kept"]), why

@@ -39,6 +39,8 @@ def check_stock(store: Store, report: Report, advance: Advance) -> None:
         report.notes.append(Finding("stock-undecided", layout.STORE_JSON, (), detail))
         return
     for record in store.commits():
+        if not record.files:
+            continue
         differing: dict[tuple[str, str], list[str]] = defaultdict(list)
         reader, samples = store.open_unit(record), stock(store, record)
         for index, entry in enumerate(record.samples):

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from hiddenstore.cli import main
 from hiddenstore.cli.care import parse_age
 from hiddenstore.errors import ConfigError
+from hiddenstore.index.publish import publish_index
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import HEAD, capture_spec, make_store, target_files
 from hiddenstore.writer import create_store
@@ -111,8 +112,11 @@ def test_states_that_mean_something_else_are_not_sent_to_repair(tmp_path: Path) 
     assert result.stderr.startswith(("next: hiddenstore show", "next: hiddenstore info"))
 
 
-def test_an_unfinished_store_points_to_collect(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_indexed", [True, False])
+def test_an_unfinished_store_points_to_collect(is_indexed: bool, tmp_path: Path) -> None:
     store = make_store(tmp_path, samples=6)
+    if is_indexed:
+        publish_index(store.fs, store.catalog.names)
     sorted(Path(store.path, "commits").iterdir())[0].unlink()
     result = run("verify", store.path)
     assert result.exit_code == 3
@@ -228,6 +232,18 @@ def test_repair_names_what_it_sets_aside_and_the_command_that_writes_it_again(tm
     assert "1 file moved to quarantine/" in done.stdout
     assert f"next: hiddenstore collect DATA -o {store.path} --target T" in done.stderr
     assert not head.exists()
+
+
+def test_repair_says_what_brings_back_an_input_without_which_it_knows_nothing_of_a_record(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples=2)
+    for path in (*Path(store.path, "commits").iterdir(), *Path(store.path, "inputs").iterdir()):
+        path.write_bytes(path.read_bytes()[:-9])
+    for words, following in ((["-y"], "collect DATA"), ([], "repair")):
+        result = run("repair", store.path, *words)
+        assert "the same collect brings the input back, and repair then" in " ".join(result.stderr.split())
+        assert f"next: hiddenstore {following}" in result.stderr
+    assert f"{store.path} -y --accept-loss 2" in result.stderr
+    assert len(list(Path(store.path, "commits").iterdir())) == len(store.commits())
 
 
 def test_gc_sweeps_what_no_commit_names_once_it_is_old_enough(tmp_path: Path) -> None:

@@ -25,11 +25,12 @@ from hiddenstore.testing.builders import (
     capture_spec,
     make_samples,
     make_store,
+    memory_input,
     random_records,
     target_files,
 )
 from hiddenstore.verify import verify
-from hiddenstore.writer import create_store, write_unit
+from hiddenstore.writer import create_store, register_input, write_unit
 from schemas.manifest import Container, Engine, Recapture, Reject
 
 
@@ -243,6 +244,14 @@ def test_an_interrupted_copy_continues_and_ends_like_an_uninterrupted_one(tmp_pa
     assert verify(place, "bytes").ok
 
 
+def test_a_filtered_copy_that_was_stopped_counts_as_present_what_is_there(tmp_path: Path) -> None:
+    source, keep = make_store(tmp_path, samples=12), parse_where(["tokens>5"])
+    run_copy(open_copy([source], tmp_path / "copy", None, keep), advance=lambda _report: False)
+    there = len(Store.open(tmp_path / "copy"))
+    again = open_copy([source], tmp_path / "copy", None, keep)
+    assert (again.present, again.samples) == (there, 12 - there)
+
+
 def test_a_source_that_grew_adds_to_the_copy_and_what_is_there_is_not_written_again(tmp_path: Path) -> None:
     small, large = make_store(tmp_path / "1", samples=5), make_store(tmp_path / "2", samples=9)
     place = tmp_path / "copy"
@@ -257,6 +266,39 @@ def test_a_unit_in_two_sources_is_copied_once(tmp_path: Path) -> None:
     source = make_store(tmp_path, samples=4)
     plan = open_copy([source, source], tmp_path / "copy")
     assert len(plan.units) == len(source.commits())
+
+
+def replicas(place: Path) -> list[Store]:
+    """Two stores of one input: the one rejected the first sample of each unit, the other the last of the longest."""
+    data, capture, stores = memory_input(14), capture_spec(), []
+    units = list(data.units())
+    longest = max(units, key=lambda unit: len(unit.samples))
+    refused = {unit.samples[0].id for unit in units}, {longest.samples[-1].id}
+    for number, names in enumerate(refused):
+        store = create_store(place / str(number), capture, HEAD, "safe", target_files(), "zarr")
+        register_input(store, data)
+        for unit in units:
+            stored = random_records([sample for sample in unit.samples if sample.id not in names], capture)
+            lost = [sample for sample in unit.samples if sample.id in names]
+            rejects = [Reject(id=sample.id, tokens=sample.tokens, reason="zeros", detail="sick") for sample in lost]
+            write_unit(store, unit.name, data.info.digest, stored, rejects, ENGINE)
+        stores.append(Store.open(store.fs))
+    return stores
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_two_records_of_a_unit_the_fuller_is_copied_and_what_only_the_other_holds_is_said(
+    order: int, tmp_path: Path
+) -> None:
+    sources = replicas(tmp_path)[::order]
+    place = tmp_path / "copy"
+    for _ in range(2):
+        opened = open_copy(sources, place)
+        assert any(note.startswith("1 sample left behind") for note in opened.notes)
+        run_copy(opened)
+        assert len(Store.open(place)) == 13
+    assert len(copy(sources, place, where="tokens>0")) == 14
+    assert not any("left behind" in note for note in open_copy(sources, place).notes)
 
 
 def test_units_no_source_holds_are_counted(tmp_path: Path) -> None:

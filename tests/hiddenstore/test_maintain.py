@@ -17,11 +17,12 @@ from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Form
 from hiddenstore.files import layout
 from hiddenstore.files.documents import canonical, sha256_hex
 from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.index.publish import publish_index
 from hiddenstore.store import Store
-from hiddenstore.testing.builders import ENGINE, make_samples, make_store, random_records
+from hiddenstore.testing.builders import ENGINE, make_samples, make_store, memory_input, random_records
 from hiddenstore.testing.workload import contents, problems
 from hiddenstore.verify import verify
-from hiddenstore.writer import pending_units, write_unit
+from hiddenstore.writer import pending_units, restore_input, write_unit
 from schemas.manifest import Container, Reject
 from tests.accepting import repair_all
 from tests.faults import FaultFilesystem
@@ -179,12 +180,46 @@ def test_a_record_of_whose_samples_nothing_is_known_is_set_aside_so_that_its_uni
         at.unlink()
     with pytest.raises(CorruptionError):
         Store.open(store.path)
-    assert [unit.forget for unit in repair(store.path, dry_run=False).units] == [True]
+    before, plan = files_of(store), repair(store.path)
+    assert [(unit.forget, set(unit.dropped)) for unit in plan.units] == [(True, {e.id for e in record.samples})]
+    with pytest.raises(ConfigError, match=f"{len(record.samples)} of 6 samples, of units whose record") as caught:
+        repair(store.path, dry_run=False)
+    assert (caught.value.kind, files_of(store)) == ("loss-not-accepted", before)
+    repair_all(store.path)
     for at, content in data.items():
         at.write_bytes(content)
     Store.open(store.path)
     assert (Path(store.path) / "quarantine" / "commits" / path.name).exists()
     assert [finding.kind for finding in verify(store.path).findings] == ["incomplete"]
+
+
+@pytest.mark.parametrize("is_indexed", [True, False])
+def test_a_record_of_which_nothing_is_left_counts_by_its_index_else_as_one(is_indexed: bool, tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    record = max(store.commits(), key=lambda r: len(r.samples))
+    if is_indexed:
+        publish_index(store.fs, store.catalog.names)
+    (Path(store.path) / layout.commit_path(record.unit)).write_bytes(b"")
+    shutil.rmtree(Path(store.path) / layout.INPUTS_DIR)
+    plan = repair(store.path)
+    assert (plan.dropped, plan.must_be_accepted) == (len(record.samples) if is_indexed else 1, True)
+    repair_all(store.path)
+    assert len(Store.open(store.path)) == 6 - len(record.samples)
+
+
+def test_records_wait_for_their_damaged_input_and_are_made_again_once_it_is_back(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    expected = contents(store)
+    (digest,) = store.inputs()
+    for name in store.catalog.names[:2]:
+        flip(Path(store.path) / layout.COMMITS_DIR / name, 120)
+    damage(Path(store.path) / layout.input_path(digest))
+    done = repair(store.path, dry_run=False)
+    assert (done.units, list(done.aside)) == ([], [layout.input_path(digest)])
+    assert done.waiting == [record.unit for record in store.commits()[:2]]
+    assert repair(store.path).must_be_accepted
+    restore_input(store.path, memory_input())
+    assert (repair(store.path, dry_run=False).dropped, contents(Store.open(store.path))) == (0, expected)
 
 
 def damage(path: Path) -> bytes:

@@ -14,9 +14,10 @@ from click.testing import CliRunner
 from hiddenstore.cli import main
 from hiddenstore.errors import ConfigError, NotFoundError
 from hiddenstore.store import Store
-from hiddenstore.testing.builders import make_store
+from hiddenstore.testing.builders import ENGINE, make_store
 from hiddenstore.verify import Report, verify
-from schemas.manifest import Container
+from hiddenstore.writer import write_unit
+from schemas.manifest import Container, Reject
 
 # webdataset 1.0 leaves the file it iterates to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
@@ -55,6 +56,17 @@ def test_a_store_without_samples_has_no_tar_to_iterate(tmp_path: Path) -> None:
         store.webdataset()
     assert caught.value.kind == "store-empty"
     assert stock(store).findings == []
+
+
+@pytest.mark.parametrize("container", ["zarr", "webdataset", "zarr-shared"])
+def test_a_unit_whose_samples_were_all_rejected_has_nothing_for_stock_software(
+    container: Container, tmp_path: Path
+) -> None:
+    store = make_store(tmp_path, container=container)
+    refused = [Reject(id="a" * 32, tokens=4, reason="zeros", detail="sick")]
+    assert write_unit(store, "u-000000", next(iter(store.inputs())), (), refused, ENGINE)
+    report = stock(store)
+    assert (report.findings, report.stock_samples) == ([], 6)
 
 
 def test_the_other_container_and_unknown_units_are_refused_with_the_way_out(tmp_path: Path) -> None:
