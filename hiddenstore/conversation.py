@@ -80,6 +80,7 @@ class Problem:
 @dataclass(frozen=True)
 class Row:
     """One row at ``file:line``, ``size`` bytes; ``payload`` is bytes, a decoded value, or the problem of reading it.
+    A null within a decoded value was written there: what a table gives to every row, its reader takes out again.
     ``folder``: where paths in it begin, None where it comes from no file."""
 
     location: str
@@ -423,20 +424,27 @@ def _function_call(call: Any, title: str) -> list[dict[str, Any]]:
     if isinstance(call, str):
         call = _json(call, "tool-calls-invalid", f"the function_call of {title}") if call.strip() else None
     if isinstance(call, dict):
-        call = _without_none(call)
+        call = _given(call)
     return _tool_calls([{"type": "function", "function": call}], title) if call else []
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    stripped: dict[str, Any] = _without_none(call)
-    function = stripped.get("function", {})
-    if not isinstance(function, dict):
-        raise _UnusableError("tool-calls-invalid", f"the function of a call is {_kind(function)}, expected an object")
+    """A call without the members that clients of OpenAI write as null; those of its arguments are the target's."""
+    given = _given(call)
+    if "function" not in given:
+        return given
+    if not isinstance(given["function"], dict):
+        kind = _kind(given["function"])
+        raise _UnusableError("tool-calls-invalid", f"the function of a call is {kind}, expected an object")
+    function = _given(given["function"])
     if isinstance(function.get("arguments"), str):
-        # Behind the stripping: a null in JSON text was written there, and by the target where it answered.
         with suppress(ValueError, RecursionError):
-            stripped = {**stripped, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    return stripped
+            function["arguments"] = json.loads(function["arguments"])
+    return {**given, "function": function}
+
+
+def _given(members: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in members.items() if value is not None}
 
 
 def _row_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -457,7 +465,7 @@ def _template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
         kwargs = _json(kwargs, "template-kwargs-invalid", TEMPLATE_KWARGS) if kwargs.strip() else None
     if not isinstance(kwargs, dict | None):
         raise _UnusableError("template-kwargs-invalid", f"{TEMPLATE_KWARGS} is {_kind(kwargs)}, expected an object")
-    named = _without_none(kwargs or {})
+    named = dict(kwargs or {})
     if (switch := row.get(ENABLE_THINKING)) is not None:
         if not isinstance(switch, bool) or named.get(ENABLE_THINKING, switch) != switch:
             detail = f"{ENABLE_THINKING} is {shortened(repr(switch))}, expected one boolean"
@@ -471,14 +479,13 @@ def _template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tools(tools: Any, name: str) -> list[dict[str, Any]] | None:
-    is_text = isinstance(tools, str)
-    if is_text:
+    if isinstance(tools, str):
         tools = _json(tools, "tools-invalid", name) if tools.strip() else None
     if not tools:
         return None
     if not _is_list_of_objects(tools):
         raise _UnusableError("tools-invalid", f"{name} is {_kind(tools)}, expected a list of objects")
-    return _written(tools if is_text else [_without_none(tool) for tool in tools], "tools-invalid", name)
+    return _written(tools, "tools-invalid", name)
 
 
 def _written(objects: list[dict[str, Any]], reason: str, title: str) -> list[dict[str, Any]]:
@@ -492,13 +499,6 @@ def _written(objects: list[dict[str, Any]], reason: str, title: str) -> list[dic
 
 def _is_list_of_objects(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
-
-
-def _without_none(value: Any) -> Any:
-    """Parquet gives every member of a struct to every row; those that were absent come back as None."""
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def _unicode(text: str, title: str) -> str:

@@ -201,11 +201,19 @@ def _parquet_rows(path: Path, label: str, columns: list[str]) -> Iterator[Row]:
         with pq.ParquetFile(path) as file:
             size = path.stat().st_size // max(1, file.metadata.num_rows)
             for batch in file.iter_batches(batch_size=TABLE_BATCH_ROWS, columns=columns):
-                for value in batch.to_pylist():
+                for row in batch.to_pylist():
+                    value = {name: _without_absent(item) for name, item in row.items()}
                     yield Row(f"{label}:{next(numbers)}", value, size, path.parent)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise_refusal(error, path)
         raise _unreadable(path, error) from error
+
+
+def _without_absent(value: Any) -> Any:
+    """Parquet gives every member of a struct to every row; those that were absent come back as None."""
+    if isinstance(value, dict):
+        return {key: _without_absent(item) for key, item in value.items() if item is not None}
+    return [_without_absent(item) for item in value] if isinstance(value, list) else value
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:

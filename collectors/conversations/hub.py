@@ -112,7 +112,18 @@ def _table_rows(table: Any, label: str) -> Iterator[Row]:
         # Of these columns only whether they hold anything matters, and decoding would need Pillow.
         images = {name: value.pop(name) for name in IMAGE_KEYS if name in value}
         # datasets 5 keeps objects of unlike members, such as turns with and without tool calls, as JSON text.
-        yield Row(f"{label}:{number}", table.features.decode_example(value) | images, 1)
+        decoded = table.features.decode_example(value)
+        given = {name: _without_absent(item, table.features[name]) for name, item in decoded.items()}
+        yield Row(f"{label}:{number}", given | images, 1)
+
+
+def _without_absent(value: Any, feature: Any) -> Any:
+    """A table gives every member of a struct to every row; those that were absent come back as None. A null of JSON
+    text was written there."""
+    if isinstance(feature, dict) and isinstance(value, dict):
+        return {key: _without_absent(item, feature[key]) for key, item in value.items() if item is not None}
+    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    return [_without_absent(item, inner) for item in value] if inner and isinstance(value, list) else value
 
 
 def _load(split: HubSplit) -> Any:

@@ -4,7 +4,7 @@ import errno
 import gzip
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -298,8 +298,9 @@ def test_a_disk_that_refuses_a_parquet_file_is_no_fault_of_the_file(
 
 def test_parquet_members_that_were_absent_do_not_come_back_as_null(tmp_path: Path) -> None:
     call = {"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    tools = [{"function": {"name": "add", "description": "a sum"}}, {"function": {"name": "stop", "strict": True}}]
     rows = [
-        {"messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call]}]},
+        {"messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": tools},
         {"messages": [{**CHAT[0], "name": "bob"}, CHAT[1]]},
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
@@ -309,6 +310,7 @@ def test_parquet_members_that_were_absent_do_not_come_back_as_null(tmp_path: Pat
     assert first.location == "a.parquet:1"
     assert second.messages == [{**CHAT[0], "name": "bob"}, CHAT[1]]
     assert first.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert first.tools == tools
 
 
 def test_a_json_array_is_decoded_in_pieces_with_the_line_of_each_element(
@@ -537,12 +539,20 @@ def test_a_dataset_that_cannot_be_found_is_not_found() -> None:
     assert "nobody/nothing-of-that-name" in caught.value.message
 
 
-def test_nulls_in_the_arguments_of_a_call_and_in_tools_that_are_json_text_stay() -> None:
-    call = {"type": "function", "function": {"name": "find", "arguments": '{"a": null, "b": [null, {"c": null}]}'}}
+@pytest.mark.parametrize("written", [json.dumps, lambda value: value], ids=["text", "objects"])
+def test_nulls_that_json_writes_in_arguments_tools_and_template_kwargs_stay(
+    written: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    arguments = {"a": None, "b": [None, {"c": None}]}
+    call = {"id": None, "type": "function", "function": {"name": "find", "arguments": written(arguments)}}
     tools = [{"type": "function", "function": {"name": "find", "default": None, "enum": [None, "x"]}}]
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    row = json.dumps({"messages": messages, "tools": json.dumps(tools)}).encode()
-    found = parse_row(Row("f:1", row, len(row)))
-    assert isinstance(found, Conversation)
-    assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None, "b": [None, {"c": None}]}
-    assert found.tools == tools
+    turns = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    row = {"messages": turns, "tools": written(tools), "chat_template_kwargs": written({"date": None})}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    (tmp_path / "b.json").write_text(json.dumps([row], indent=1))
+    for item in read_conversations([str(tmp_path)]):
+        assert isinstance(item, Conversation)
+        assert item.messages[1]["tool_calls"] == [
+            {"type": "function", "function": {"name": "find", "arguments": arguments}}
+        ]
+        assert (item.tools, item.template_kwargs) == (tools, {"date": None})
