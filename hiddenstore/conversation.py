@@ -100,24 +100,17 @@ class Source:
 
 
 def conversation_columns(names: Sequence[str], table: str) -> list[str]:
-    """The columns of a table that hold a conversation, or a question and its answer, and what stands beside either:
+    """The columns of a table that may hold a conversation, or a question and its answer, and what stands beside either:
     tools, images and the like; ConfigError ``input-columns``."""
-    column = next((name for name in MESSAGE_COLUMNS if name in names), None)
-    read = pair_columns(names) if column is None else [column]
-    if not read:
+    turns = (*MESSAGE_COLUMNS, *QUESTIONS)
+    if not any(name in names for name in turns):
         raise ConfigError(
-            f"{table} has no column {' or '.join((*MESSAGE_COLUMNS, *QUESTIONS))}; it has {', '.join(names) or 'none'}",
+            f"{table} has no column {' or '.join(turns)}; it has {', '.join(names) or 'none'}",
             kind=Kind.INPUT_COLUMNS,
         )
-    return [name for name in (*read, *BESIDE_TURNS, *IMAGE_KEYS) if name in names]
-
-
-def pair_columns(names: Iterable[str]) -> list[str]:
-    """Those of a question (TRL's ``prompt``, Alpaca's ``instruction``), its answer and what stands beside it; none
-    without a question."""
-    named = set(names)
-    question, answer = (next((name for name in which if name in named), None) for which in (QUESTIONS, ANSWERS))
-    return [] if question is None else [name for name in (question, answer, *BESIDE_QUESTION) if name in named]
+    # Tables merged from several sources hold the turns of each row in columns of its own.
+    known = (*turns, *ANSWERS, *BESIDE_QUESTION, *BESIDE_TURNS, *IMAGE_KEYS)
+    return [name for name in known if name in names]
 
 
 @dataclass(frozen=True)
@@ -243,7 +236,7 @@ def _json(text: str, reason: str, title: str = "the row") -> Any:
 
 def _entries(row: dict[str, Any]) -> list[Any]:
     name = next((name for name in MESSAGE_COLUMNS if row.get(name) is not None), None)
-    if name is None and (pair := pair_columns(key for key, value in row.items() if value is not None)):
+    if name is None and (pair := _pair_columns(key for key, value in row.items() if value is not None)):
         turns = [*_history(row.get(HISTORY)), *_entries_of_pair(row, pair)]
         if not turns:
             raise _UnusableError("no-messages", f"{pair[0]} is an empty list")
@@ -261,6 +254,14 @@ def _entries(row: dict[str, Any]) -> list[Any]:
     if isinstance(row.get(HISTORY), list) and row[HISTORY]:
         raise _UnusableError("history-invalid", f"{HISTORY} beside {name}: which turns come first is not said")
     return _with_system(row, messages)
+
+
+def _pair_columns(names: Iterable[str]) -> list[str]:
+    """Those of a question (TRL's ``prompt``, Alpaca's ``instruction``), its answer and what stands beside it; none
+    without a question."""
+    named = set(names)
+    question, answer = (next((name for name in which if name in named), None) for which in (QUESTIONS, ANSWERS))
+    return [] if question is None else [name for name in (question, answer, *BESIDE_QUESTION) if name in named]
 
 
 def _with_system(row: dict[str, Any], entries: list[Any]) -> list[Any]:

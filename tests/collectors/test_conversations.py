@@ -94,6 +94,23 @@ def test_questions_and_answers_are_conversations_of_two_turns(
     assert found.messages == expected
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"messages": CHAT}, {"conversations": CHAT}],
+        [{"prompt": "hi", "completion": "hello"}, {"instruction": "hi", "output": "hello"}, {"messages": CHAT}],
+        [{"instruction": "hi", "response": "hello"}, {"instruction": "hi", "output": "hello"}],
+    ],
+)
+def test_a_table_merged_of_several_kinds_of_rows_gives_every_one(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    names = {name: None for row in rows for name in row}
+    pq.write_table(pa.Table.from_pylist([names | row for row in rows]), file)
+    (source,) = open_sources([str(file)])
+    found = [parse_row(row) for row in source.rows()]
+    assert [item.messages if isinstance(item, Conversation) else item for item in found] == [CHAT] * len(rows)
+
+
 def test_an_answer_that_is_no_text_costs_its_row() -> None:
     assert reason({"prompt": "hi", "completion": 7}) == "content-not-text"
     assert reason({"prompt": "", "completion": "x"}) == "empty-content"
