@@ -168,7 +168,8 @@ class Mix(_Settings):
 
 @dataclass(frozen=True)
 class MixedSource:
-    """A source whose ``rows`` are those the mix takes. ``available`` is None where nothing had to be counted."""
+    """A source whose ``rows`` are those the mix takes, none where its share is less than one. ``available`` is None
+    where nothing had to be counted."""
 
     source: Source
     entry: MixSource
@@ -220,11 +221,11 @@ def open_inputs(inputs: Sequence[str] | Mix, dataset_root: str | Path | None = N
 
 def resolved(mix: Mix, sources: Sequence[MixedSource]) -> dict[str, Any]:
     """The mix with one entry for each split or file that was opened and how many rows it gives, as YAML can hold it."""
-    entries = [
-        {"source": mixed.source.label, "available": mixed.available, "rows": mixed.source.count or mixed.available}
-        | mixed.entry.model_dump(exclude_none=True)
-        for mixed in sources
-    ]
+    entries = []
+    for mixed in sources:
+        rows = mixed.available if mixed.source.count is None else mixed.source.count
+        entry = {"source": mixed.source.label, "available": mixed.available, "rows": rows}
+        entries.append(entry | mixed.entry.model_dump(exclude_none=True))
     return {"seed": mix.seed, "sources": entries}
 
 
@@ -284,8 +285,15 @@ def _whole(shares: Sequence[float], rows: int) -> list[float]:
     return whole
 
 
+def no_row(source: Source) -> ConfigError:
+    return ConfigError(f"{source.label} holds no row", kind=Kind.INPUT_EMPTY)
+
+
 def _count(source: Source) -> int:
-    return source.count if source.count is not None else sum(1 for _ in source.rows())
+    count = source.count if source.count is not None else sum(1 for _ in source.rows())
+    if not count:
+        raise no_row(source)
+    return count
 
 
 def _sampled(source: Source, entry: MixSource, available: int, rows: int, seed: int) -> MixedSource:
