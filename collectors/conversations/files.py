@@ -8,9 +8,10 @@ import gzip
 import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from io import BufferedReader, FileIO
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -62,6 +63,12 @@ def open_file(path: Path, label: str, columns: ColumnFilter = conversation_colum
     # A row of JSON lines may be a list, which costs itself alone; an array over several lines is the file.
     is_array = first == b"[" if name.endswith(LINES) else first.startswith(b"[")
     return Source(label, size, partial(_array_rows if is_array else _line_rows, path, label))
+
+
+def part_of(source: Source, cut: slice) -> Source:
+    """The rows of a source within ``cut``, counted from 0; blank lines are no rows."""
+    count = None if source.count is None else len(range(source.count)[cut])
+    return replace(source, rows=lambda: islice(source.rows(), cut.start, cut.stop), count=count)
 
 
 class ByteStream:

@@ -4,11 +4,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
-from collectors.conversations.files import open_file
+from collectors.conversations.files import open_file, part_of
 from hiddenstore.conversation import (
     IMAGE_KEYS,
     TABLE_BATCH_ROWS,
@@ -47,6 +48,14 @@ class HubSplit:
         return f"{self.name}{f'[{self.config}]' if self.config else ''}:{self.split}"
 
 
+def parse_part(text: str) -> tuple[str, slice] | None:
+    """A split and which of its rows, from ``split[FIRST:LAST]`` or ``split``; None where it is cut in another way."""
+    match = _SLICED.fullmatch(text)
+    if match is None:
+        return None
+    return match["name"], slice(int(match["first"] or 0), int(match["last"]) if match["last"] else None)
+
+
 def is_saved_dataset(folder: Path) -> bool:
     """Whether ``datasets`` itself saved this folder (``save_to_disk``)."""
     return any((folder / file).is_file() for file in ("state.json", "dataset_dict.json"))
@@ -55,9 +64,15 @@ def is_saved_dataset(folder: Path) -> bool:
 def open_dataset(text: str) -> Source:
     """The split that ``text`` names; it is downloaded (into the cache of ``datasets``) where it is not local yet.
     Raises NotFoundError: ``path-missing``, neither a path nor a dataset; ConfigError: ``dataset-spec``,
-    ``dataset-split`` or ``input-unreadable``; StorageError: ``dataset-unreachable``."""
+    rows of a file too, ``dataset-split`` or ``input-unreadable``; StorageError: ``dataset-unreachable``."""
     split = HubSplit.parse(text)
     name = split.name if split else text
+    if Path(name).is_file():
+        raise ConfigError(
+            f"{text} chooses no rows of a file: expected {name}, or {name}:train[FIRST:LAST] with rows counted from 0",
+            kind=Kind.DATASET_SPEC,
+            hint=f"hiddenstore prepare {quote(f'{name}:train[:1000]')} -o DATA --target T",
+        )
     if _LOOKS_LIKE_A_FILE.search(name) and not Path(name).exists():
         raise NotFoundError(f"{name} does not exist", kind=Kind.PATH_MISSING)
     if split is None:
@@ -87,23 +102,21 @@ def open_json_split(split: HubSplit, columns: ColumnFilter, label: str) -> Sourc
     Rows with tool calls, whose arguments and schemas differ, do not fit into the one table that ``datasets`` makes.
     None too where the split is cut by percent or from its end. Raises what ``columns`` raises.
     """
-    match = _SLICED.fullmatch(split.split or "")
-    files = _json_files(split, match["name"]) if match else []
-    if match is None or not files:
+    part = parse_part(split.split or "")
+    files = _json_files(split, part[0]) if part else []
+    if part is None or not files:
         return None
     sources = [open_file(file, label if len(files) == 1 else f"{label}/{file.name}") for file in files]
-    first, last = int(match["first"] or 0), int(match["last"]) if match["last"] else None
-
-    def rows() -> Iterator[Row]:
-        return islice(chain.from_iterable(source.rows() for source in sources), first, last)
-
-    row = next(rows(), None)
+    size = sum(source.size for source in sources)
+    whole = Source(label, size, lambda: chain.from_iterable(source.rows() for source in sources))
+    chosen = part_of(whole, part[1])
+    row = next(chosen.rows(), None)
     if row is None:
         raise ConfigError(f"{label} is empty", kind=Kind.INPUT_EMPTY)
     value = decoded_row(row)
     if not isinstance(value, Problem):
         columns([*value], label)
-    return Source(label, sum(source.size for source in sources), rows)
+    return chosen
 
 
 def _table_rows(table: Any, label: str) -> Iterator[Row]:

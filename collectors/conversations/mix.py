@@ -10,14 +10,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from collectors.conversations.datasets import DATASET, find_dataset, open_named
-from collectors.conversations.files import SUFFIXES, open_file
+from collectors.conversations.files import SUFFIXES, open_file, part_of
 from collectors.conversations.hub import is_saved_dataset, open_dataset
 from hiddenstore.conversation import Row, Source
 from hiddenstore.errors import ConfigError, Kind
@@ -57,7 +57,7 @@ def open_each(inputs: Sequence[str], dataset_root: str | Path | None = None) -> 
     sources = [
         [open_file(item, labels[item]) if isinstance(item, Path) else item for item in items] for items in opened
     ]
-    return [items if cut is None else [_cut(items[0], cut)] for items, cut in zip(sources, slices, strict=True)]
+    return [items if cut is None else [part_of(items[0], cut)] for items, cut in zip(sources, slices, strict=True)]
 
 
 def _sliced(text: str) -> tuple[Path, slice | None]:
@@ -67,12 +67,6 @@ def _sliced(text: str) -> tuple[Path, slice | None]:
         return Path(text), None
     first, last = (int(match[name]) if match[name] else None for name in ("first", "last"))
     return Path(match["path"]), slice(first or 0, last)
-
-
-def _cut(source: Source, cut: slice) -> Source:
-    """The rows of a source within ``cut``, counted from 0; blank lines are no rows."""
-    count = None if source.count is None else len(range(source.count)[cut])
-    return replace(source, rows=lambda: islice(source.rows(), cut.start, cut.stop), count=count)
 
 
 def _files_below(folder: Path) -> list[Path]:

@@ -539,6 +539,15 @@ def test_a_dataset_saved_to_disk_is_read_with_slices(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("dataset_cache")
+@pytest.mark.parametrize("part", [":train[:50%]", "[-3:]", ":validation[:2]", ":train"])
+def test_rows_that_a_file_cannot_choose_are_refused_with_those_it_can(part: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"messages": CHAT}))
+    with pytest.raises(ConfigError, match=r"expected .*a\.jsonl:train\[FIRST:LAST\]") as caught:
+        open_sources([f"{file}{part}"])
+    assert caught.value.kind == "dataset-spec"
+
+
 @pytest.mark.parametrize("spec", [":nosuch", "[nosuch]:train", ":train[oops]"])
 def test_a_split_or_config_that_does_not_exist_is_an_error(tmp_path: Path, spec: str) -> None:
     folder = tmp_path / "chats"
