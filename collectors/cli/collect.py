@@ -383,7 +383,7 @@ def _note_of_blocks(needs: "Plan") -> None:
     metavar="DATA",
     help="Prepared DATA of the same conversations: true ends, masks, turns and split.",
 )
-@click.option("--loss-on", type=click.Choice(["all"]), help="Train on every token of a dump without loss masks.")
+@click.option("--loss-on", type=click.Choice(["all"]), help="Train on every token, whatever loss masks the dump has.")
 @click.option(
     "--val", "validation", type=Share(), default="1%", show_default=True, help="Share held out where nothing says so."
 )
