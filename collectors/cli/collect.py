@@ -169,7 +169,11 @@ def counts(counter: dict[str, int]) -> str:
 @tensor_parallel_option
 @click.option("--engine-arg", "engine_args", multiple=True, metavar="KEY=VALUE", help="A setting of the engine's own.")
 @server_option
-@click.option("--scratch", type=click.Path(), help="RAM-backed folder for states in files; default: /dev/shm.")
+@click.option(
+    "--scratch",
+    type=click.Path(),
+    help="RAM-backed folder for states in files: trtllm (default /dev/shm), vllm with --server.",
+)
 @click.option(
     "--launcher",
     default="local",
