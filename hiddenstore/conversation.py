@@ -109,8 +109,8 @@ def conversation_columns(names: Sequence[str], table: str) -> list[str]:
             kind=Kind.INPUT_COLUMNS,
         )
     # Tables merged from several sources hold the turns of each row in columns of its own.
-    known = (*turns, *ANSWERS, *BESIDE_QUESTION, *BESIDE_TURNS, *IMAGE_KEYS)
-    return [name for name in known if name in names]
+    columns = (*turns, *ANSWERS, *BESIDE_QUESTION, *BESIDE_TURNS, *IMAGE_KEYS)
+    return [name for name in columns if name in names]
 
 
 @dataclass(frozen=True)
@@ -425,26 +425,26 @@ def _function_call(call: Any, title: str) -> list[dict[str, Any]]:
     if isinstance(call, str):
         call = _json(call, "tool-calls-invalid", f"the function_call of {title}") if call.strip() else None
     if isinstance(call, dict):
-        call = _given(call)
+        call = _without_null(call)
     return _tool_calls([{"type": "function", "function": call}], title) if call else []
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     """A call without the members that clients of OpenAI write as null; those of its arguments are the target's."""
-    given = _given(call)
-    if "function" not in given:
-        return given
-    if not isinstance(given["function"], dict):
-        kind = _kind(given["function"])
+    members = _without_null(call)
+    if "function" not in members:
+        return members
+    if not isinstance(members["function"], dict):
+        kind = _kind(members["function"])
         raise _UnusableError("tool-calls-invalid", f"the function of a call is {kind}, expected an object")
-    function = _given(given["function"])
+    function = _without_null(members["function"])
     if isinstance(function.get("arguments"), str):
         with suppress(ValueError, RecursionError):
             function["arguments"] = json.loads(function["arguments"])
-    return {**given, "function": function}
+    return {**members, "function": function}
 
 
-def _given(members: dict[str, Any]) -> dict[str, Any]:
+def _without_null(members: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in members.items() if value is not None}
 
 

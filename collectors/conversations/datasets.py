@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from collectors.conversations.files import open_file, part_of
-from collectors.conversations.hub import HubSplit, open_json_split, open_table, parse_part
+from collectors.conversations.files import open_file, rows_within
+from collectors.conversations.hub import HubSplit, open_json_split, open_table, parse_cut
 from hiddenstore.conversation import MESSAGE_COLUMNS, TOOLS_COLUMN, Problem, Row, Source, decoded_row
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
 from hiddenstore.registry import nearest
@@ -301,10 +301,10 @@ def _open_single_file(file: Path, dataset: NamedDataset, sliced: str | None) -> 
     source = open_file(file, dataset.name, dataset.shape.select)
     if sliced is None:
         return source
-    name, cut = parse_part(sliced) or (sliced, None)
+    name, cut = parse_cut(sliced) or (sliced, None)
     first, *more = dataset.splits
     if cut is not None and name == first.split and not more:
-        return part_of(source, cut)
+        return rows_within(source, cut)
     names = ", ".join(dict.fromkeys(str(split.split) for split in dataset.splits))
     way = f"{DATASET}{dataset.name}:{first.split}[FIRST:LAST] for rows counted from 0"
     if more:

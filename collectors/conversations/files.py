@@ -65,7 +65,7 @@ def open_file(path: Path, label: str, columns: ColumnFilter = conversation_colum
     return Source(label, size, partial(_array_rows if is_array else _line_rows, path, label))
 
 
-def part_of(source: Source, cut: slice) -> Source:
+def rows_within(source: Source, cut: slice) -> Source:
     """The rows of a source within ``cut``, counted from 0; blank lines are no rows."""
     count = None if source.count is None else len(range(source.count)[cut])
     return replace(source, rows=lambda: islice(source.rows(), cut.start, cut.stop), count=count)

@@ -9,7 +9,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from collectors.conversations.files import open_file, part_of
+from collectors.conversations.files import open_file, rows_within
 from hiddenstore.conversation import (
     IMAGE_KEYS,
     TABLE_BATCH_ROWS,
@@ -48,7 +48,7 @@ class HubSplit:
         return f"{self.name}{f'[{self.config}]' if self.config else ''}:{self.split}"
 
 
-def parse_part(text: str) -> tuple[str, slice] | None:
+def parse_cut(text: str) -> tuple[str, slice] | None:
     """A split and which of its rows, from ``split[FIRST:LAST]`` or ``split``; None where it is cut in another way."""
     match = _SLICED.fullmatch(text)
     if match is None:
@@ -102,21 +102,21 @@ def open_json_split(split: HubSplit, columns: ColumnFilter, label: str) -> Sourc
     Rows with tool calls, whose arguments and schemas differ, do not fit into the one table that ``datasets`` makes.
     None too where the split is cut by percent or from its end. Raises what ``columns`` raises.
     """
-    part = parse_part(split.split or "")
-    files = _json_files(split, part[0]) if part else []
-    if part is None or not files:
+    name_and_cut = parse_cut(split.split or "")
+    files = _json_files(split, name_and_cut[0]) if name_and_cut else []
+    if name_and_cut is None or not files:
         return None
     sources = [open_file(file, label if len(files) == 1 else f"{label}/{file.name}") for file in files]
     size = sum(source.size for source in sources)
-    whole = Source(label, size, lambda: chain.from_iterable(source.rows() for source in sources))
-    chosen = part_of(whole, part[1])
-    row = next(chosen.rows(), None)
+    rows = Source(label, size, lambda: chain.from_iterable(source.rows() for source in sources))
+    source = rows_within(rows, name_and_cut[1])
+    row = next(source.rows(), None)
     if row is None:
         raise ConfigError(f"{label} is empty", kind=Kind.INPUT_EMPTY)
     value = decoded_row(row)
     if not isinstance(value, Problem):
         columns([*value], label)
-    return chosen
+    return source
 
 
 def _table_rows(table: Any, label: str) -> Iterator[Row]:
@@ -125,9 +125,9 @@ def _table_rows(table: Any, label: str) -> Iterator[Row]:
         # Of these columns only whether they hold anything matters, and decoding would need Pillow.
         images = {name: value.pop(name) for name in IMAGE_KEYS if name in value}
         # datasets 5 keeps objects of unlike members, such as turns with and without tool calls, as JSON text.
-        decoded = table.features.decode_example(value)
-        given = {name: _without_absent(item, table.features[name]) for name, item in decoded.items()}
-        yield Row(f"{label}:{number}", given | images, 1)
+        row = table.features.decode_example(value)
+        cells = {name: _without_absent(item, table.features[name]) for name, item in row.items()}
+        yield Row(f"{label}:{number}", cells | images, 1)
 
 
 def _without_absent(value: Any, feature: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from collectors.conversations.datasets import DATASET, find_dataset, open_named
-from collectors.conversations.files import SUFFIXES, open_file, part_of
+from collectors.conversations.files import SUFFIXES, open_file, rows_within
 from collectors.conversations.hub import is_saved_dataset, open_dataset
 from hiddenstore.conversation import Row, Source
 from hiddenstore.errors import ConfigError, Kind
@@ -57,7 +57,7 @@ def open_each(inputs: Sequence[str], dataset_root: str | Path | None = None) -> 
     sources = [
         [open_file(item, labels[item]) if isinstance(item, Path) else item for item in items] for items in opened
     ]
-    return [items if cut is None else [part_of(items[0], cut)] for items, cut in zip(sources, slices, strict=True)]
+    return [items if cut is None else [rows_within(items[0], cut)] for items, cut in zip(sources, slices, strict=True)]
 
 
 def _sliced(text: str) -> tuple[Path, slice | None]:

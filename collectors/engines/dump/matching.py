@@ -136,12 +136,12 @@ class Matcher:
         if peer.padded:
             end = text_end(ids, mask)
             ids, mask = ids[:end], mask[:end]
-        stated = sample_id(ids, mask)
+        exported_id = sample_id(ids, mask)
         if self.all_supervised:
             mask = np.ones_like(mask)
         name = sample_id(ids, mask)
-        if stated in self.exported:
-            return Sample(name, ids, mask, *self.exported[stated], location)
+        if exported_id in self.exported:
+            return Sample(name, ids, mask, *self.exported[exported_id], location)
         split = "validation" if is_validation(name, self.validation) else "train"
         return Sample(name, ids, mask, supervised_spans(mask), split, location)
 
