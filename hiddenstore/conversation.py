@@ -80,6 +80,7 @@ class Problem:
 @dataclass(frozen=True)
 class Row:
     """One row at ``file:line``, ``size`` bytes; ``payload`` is bytes, a decoded value, or the problem of reading it.
+    A null within a decoded value was written there: what a table gives to every row, its reader takes out again.
     ``folder``: where paths in it begin, None where it comes from no file."""
 
     location: str
@@ -99,24 +100,17 @@ class Source:
 
 
 def conversation_columns(names: Sequence[str], table: str) -> list[str]:
-    """The columns of a table that hold a conversation, or a question and its answer, and what stands beside either:
+    """The columns of a table that may hold a conversation, or a question and its answer, and what stands beside either:
     tools, images and the like; ConfigError ``input-columns``."""
-    column = next((name for name in MESSAGE_COLUMNS if name in names), None)
-    read = pair_columns(names) if column is None else [column]
-    if not read:
+    turns = (*MESSAGE_COLUMNS, *QUESTIONS)
+    if not any(name in names for name in turns):
         raise ConfigError(
-            f"{table} has no column {' or '.join((*MESSAGE_COLUMNS, *QUESTIONS))}; it has {', '.join(names) or 'none'}",
+            f"{table} has no column {' or '.join(turns)}; it has {', '.join(names) or 'none'}",
             kind=Kind.INPUT_COLUMNS,
         )
-    return [name for name in (*read, *BESIDE_TURNS, *IMAGE_KEYS) if name in names]
-
-
-def pair_columns(names: Iterable[str]) -> list[str]:
-    """Those of a question (TRL's ``prompt``, Alpaca's ``instruction``), its answer and what stands beside it; none
-    without a question."""
-    named = set(names)
-    question, answer = (next((name for name in which if name in named), None) for which in (QUESTIONS, ANSWERS))
-    return [] if question is None else [name for name in (question, answer, *BESIDE_QUESTION) if name in named]
+    # Tables merged from several sources hold the turns of each row in columns of its own.
+    columns = (*turns, *ANSWERS, *BESIDE_QUESTION, *BESIDE_TURNS, *IMAGE_KEYS)
+    return [name for name in columns if name in names]
 
 
 @dataclass(frozen=True)
@@ -242,7 +236,7 @@ def _json(text: str, reason: str, title: str = "the row") -> Any:
 
 def _entries(row: dict[str, Any]) -> list[Any]:
     name = next((name for name in MESSAGE_COLUMNS if row.get(name) is not None), None)
-    if name is None and (pair := pair_columns(key for key, value in row.items() if value is not None)):
+    if name is None and (pair := _pair_columns(key for key, value in row.items() if value is not None)):
         turns = [*_history(row.get(HISTORY)), *_entries_of_pair(row, pair)]
         if not turns:
             raise _UnusableError("no-messages", f"{pair[0]} is an empty list")
@@ -260,6 +254,14 @@ def _entries(row: dict[str, Any]) -> list[Any]:
     if isinstance(row.get(HISTORY), list) and row[HISTORY]:
         raise _UnusableError("history-invalid", f"{HISTORY} beside {name}: which turns come first is not said")
     return _with_system(row, messages)
+
+
+def _pair_columns(names: Iterable[str]) -> list[str]:
+    """Those of a question (TRL's ``prompt``, Alpaca's ``instruction``), its answer and what stands beside it; none
+    without a question."""
+    named = set(names)
+    question, answer = (next((name for name in which if name in named), None) for which in (QUESTIONS, ANSWERS))
+    return [] if question is None else [name for name in (question, answer, *BESIDE_QUESTION) if name in named]
 
 
 def _with_system(row: dict[str, Any], entries: list[Any]) -> list[Any]:
@@ -423,20 +425,27 @@ def _function_call(call: Any, title: str) -> list[dict[str, Any]]:
     if isinstance(call, str):
         call = _json(call, "tool-calls-invalid", f"the function_call of {title}") if call.strip() else None
     if isinstance(call, dict):
-        call = _without_none(call)
+        call = _without_null(call)
     return _tool_calls([{"type": "function", "function": call}], title) if call else []
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    stripped: dict[str, Any] = _without_none(call)
-    function = stripped.get("function", {})
-    if not isinstance(function, dict):
-        raise _UnusableError("tool-calls-invalid", f"the function of a call is {_kind(function)}, expected an object")
+    """A call without the members that clients of OpenAI write as null; those of its arguments are the target's."""
+    members = _without_null(call)
+    if "function" not in members:
+        return members
+    if not isinstance(members["function"], dict):
+        kind = _kind(members["function"])
+        raise _UnusableError("tool-calls-invalid", f"the function of a call is {kind}, expected an object")
+    function = _without_null(members["function"])
     if isinstance(function.get("arguments"), str):
-        # Behind the stripping: a null in JSON text was written there, and by the target where it answered.
         with suppress(ValueError, RecursionError):
-            stripped = {**stripped, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    return stripped
+            function["arguments"] = json.loads(function["arguments"])
+    return {**members, "function": function}
+
+
+def _without_null(members: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in members.items() if value is not None}
 
 
 def _row_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -457,7 +466,7 @@ def _template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
         kwargs = _json(kwargs, "template-kwargs-invalid", TEMPLATE_KWARGS) if kwargs.strip() else None
     if not isinstance(kwargs, dict | None):
         raise _UnusableError("template-kwargs-invalid", f"{TEMPLATE_KWARGS} is {_kind(kwargs)}, expected an object")
-    named = _without_none(kwargs or {})
+    named = dict(kwargs or {})
     if (switch := row.get(ENABLE_THINKING)) is not None:
         if not isinstance(switch, bool) or named.get(ENABLE_THINKING, switch) != switch:
             detail = f"{ENABLE_THINKING} is {shortened(repr(switch))}, expected one boolean"
@@ -471,14 +480,13 @@ def _template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tools(tools: Any, name: str) -> list[dict[str, Any]] | None:
-    is_text = isinstance(tools, str)
-    if is_text:
+    if isinstance(tools, str):
         tools = _json(tools, "tools-invalid", name) if tools.strip() else None
     if not tools:
         return None
     if not _is_list_of_objects(tools):
         raise _UnusableError("tools-invalid", f"{name} is {_kind(tools)}, expected a list of objects")
-    return _written(tools if is_text else [_without_none(tool) for tool in tools], "tools-invalid", name)
+    return _written(tools, "tools-invalid", name)
 
 
 def _written(objects: list[dict[str, Any]], reason: str, title: str) -> list[dict[str, Any]]:
@@ -492,13 +500,6 @@ def _written(objects: list[dict[str, Any]], reason: str, title: str) -> list[dic
 
 def _is_list_of_objects(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
-
-
-def _without_none(value: Any) -> Any:
-    """Parquet gives every member of a struct to every row; those that were absent come back as None."""
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def _unicode(text: str, title: str) -> str:

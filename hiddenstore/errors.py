@@ -210,7 +210,7 @@ class Kind(StrEnum):
     INPUT_COLUMNS = "input-columns", ConfigError, "The rows of an input lack the columns that are read."
     NOTHING_ANSWERED = "nothing-answered", CaptureError, "No conversation was answered."
     NOTHING_USABLE = "nothing-usable", ConfigError, "Every row was rejected; nothing was written."
-    DATASET_SPEC = "dataset-spec", ConfigError, "A data set must be written as NAME, NAME:SPLIT or NAME[CONFIG]:SPLIT."
+    DATASET_SPEC = "dataset-spec", ConfigError, "Expected NAME, NAME:SPLIT, NAME[CONFIG]:SPLIT or FILE:train[:1000]."
     DATASET_SPLIT = "dataset-split", ConfigError, "The data set does not have that split, or has several."
     DATASET_UNREACHABLE = "dataset-unreachable", StorageError, "The data set is neither here nor in reach."
     DATASET_PROMPTS_ONLY = "dataset-prompts-only", ConfigError, "The data set has questions without answers."

@@ -65,7 +65,7 @@ class ImportOptions:
     """What a person asks of ``hiddenstore import``.
 
     ``layers`` and ``peer_layers`` name the dump's columns, in our numbers or the peer's. ``tokens_from`` is prepared
-    DATA of the same conversations; ``loss_on`` ``all`` supervises every token of a dump without masks. ``check`` as in
+    DATA of the same conversations; ``loss_on`` ``all`` supervises every token, whatever the dump masks. ``check`` as in
     ``collectors.checks.reference``: whether the layers are held against Hugging Face's.
     """
 

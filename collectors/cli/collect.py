@@ -169,7 +169,11 @@ def counts(counter: dict[str, int]) -> str:
 @tensor_parallel_option
 @click.option("--engine-arg", "engine_args", multiple=True, metavar="KEY=VALUE", help="A setting of the engine's own.")
 @server_option
-@click.option("--scratch", type=click.Path(), help="RAM-backed folder for states in files; default: /dev/shm.")
+@click.option(
+    "--scratch",
+    type=click.Path(),
+    help="RAM-backed folder for states in files: trtllm (default /dev/shm), vllm with --server.",
+)
 @click.option(
     "--launcher",
     default="local",
@@ -383,7 +387,7 @@ def _note_of_blocks(needs: "Plan") -> None:
     metavar="DATA",
     help="Prepared DATA of the same conversations: true ends, masks, turns and split.",
 )
-@click.option("--loss-on", type=click.Choice(["all"]), help="Train on every token of a dump without loss masks.")
+@click.option("--loss-on", type=click.Choice(["all"]), help="Train on every token, whatever loss masks the dump has.")
 @click.option(
     "--val", "validation", type=Share(), default="1%", show_default=True, help="Share held out where nothing says so."
 )

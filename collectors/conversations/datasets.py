@@ -7,6 +7,7 @@ hub. How its rows become rows with ``messages`` is one small function for each s
 import ast
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -15,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from collectors.conversations.files import open_file
-from collectors.conversations.hub import HubSplit, open_json_split, open_table
+from collectors.conversations.files import open_file, rows_within
+from collectors.conversations.hub import HubSplit, open_json_split, open_table, parse_cut
 from hiddenstore.conversation import MESSAGE_COLUMNS, TOOLS_COLUMN, Problem, Row, Source, decoded_row
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
 from hiddenstore.registry import nearest
@@ -252,7 +253,7 @@ def open_named(text: str, root: str | Path | None = None) -> list[Source]:
     dataset = find_dataset(name)
     file = _single_file(root, name)
     if file is not None:
-        sources = [open_file(file, name, dataset.shape.select)]
+        sources = [_open_single_file(file, dataset, split)]
     else:
         sources = [_open(one, dataset.shape, root) for one in _select(dataset, split)]
     return [replace(source, rows=partial(_rows, source, dataset.shape)) for source in sources]
@@ -293,6 +294,27 @@ def _single_file(root: str | Path | None, name: str) -> Path | None:
     if root is None:
         return None
     return next((path for suffix in _FILES if (path := Path(root) / f"{name}{suffix}").is_file()), None)
+
+
+def _open_single_file(file: Path, dataset: NamedDataset, sliced: str | None) -> Source:
+    """All of a file, or some of its rows where the dataset has one split."""
+    source = open_file(file, dataset.name, dataset.shape.select)
+    if sliced is None:
+        return source
+    name, cut = parse_cut(sliced) or (sliced, None)
+    first, *more = dataset.splits
+    if cut is not None and name == first.split and not more:
+        return rows_within(source, cut)
+    names = ", ".join(dict.fromkeys(str(split.split) for split in dataset.splits))
+    way = f"{DATASET}{dataset.name}:{first.split}[FIRST:LAST] for rows counted from 0"
+    if more:
+        copy = shlex.join(["hf", "download", first.name, "--local-dir", str(file.parent / first.name)])
+        way = f"a copy in the place of that file: {copy} --repo-type dataset"
+    raise ConfigError(
+        f"{file} stands for all of dataset {dataset.name} ({names}): {sliced} cannot be told apart in it",
+        kind=Kind.DATASET_SPLIT,
+        hint=f"{DATASET}{dataset.name} for every row, or {way}",
+    )
 
 
 def _open(split: HubSplit, shape: Shape, root: str | Path | None) -> Source:

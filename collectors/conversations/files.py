@@ -8,9 +8,10 @@ import gzip
 import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from io import BufferedReader, FileIO
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -62,6 +63,12 @@ def open_file(path: Path, label: str, columns: ColumnFilter = conversation_colum
     # A row of JSON lines may be a list, which costs itself alone; an array over several lines is the file.
     is_array = first == b"[" if name.endswith(LINES) else first.startswith(b"[")
     return Source(label, size, partial(_array_rows if is_array else _line_rows, path, label))
+
+
+def rows_within(source: Source, cut: slice) -> Source:
+    """The rows of a source within ``cut``, counted from 0; blank lines are no rows."""
+    count = None if source.count is None else len(range(source.count)[cut])
+    return replace(source, rows=lambda: islice(source.rows(), cut.start, cut.stop), count=count)
 
 
 class ByteStream:
@@ -201,11 +208,19 @@ def _parquet_rows(path: Path, label: str, columns: list[str]) -> Iterator[Row]:
         with pq.ParquetFile(path) as file:
             size = path.stat().st_size // max(1, file.metadata.num_rows)
             for batch in file.iter_batches(batch_size=TABLE_BATCH_ROWS, columns=columns):
-                for value in batch.to_pylist():
+                for row in batch.to_pylist():
+                    value = {name: _without_absent(item) for name, item in row.items()}
                     yield Row(f"{label}:{next(numbers)}", value, size, path.parent)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise_refusal(error, path)
         raise _unreadable(path, error) from error
+
+
+def _without_absent(value: Any) -> Any:
+    """Parquet gives every member of a struct to every row; those that were absent come back as None."""
+    if isinstance(value, dict):
+        return {key: _without_absent(item) for key, item in value.items() if item is not None}
+    return [_without_absent(item) for item in value] if isinstance(value, list) else value
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:

@@ -4,11 +4,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
-from collectors.conversations.files import open_file
+from collectors.conversations.files import open_file, rows_within
 from hiddenstore.conversation import (
     IMAGE_KEYS,
     TABLE_BATCH_ROWS,
@@ -47,6 +48,14 @@ class HubSplit:
         return f"{self.name}{f'[{self.config}]' if self.config else ''}:{self.split}"
 
 
+def parse_cut(text: str) -> tuple[str, slice] | None:
+    """A split and which of its rows, from ``split[FIRST:LAST]`` or ``split``; None where it is cut in another way."""
+    match = _SLICED.fullmatch(text)
+    if match is None:
+        return None
+    return match["name"], slice(int(match["first"] or 0), int(match["last"]) if match["last"] else None)
+
+
 def is_saved_dataset(folder: Path) -> bool:
     """Whether ``datasets`` itself saved this folder (``save_to_disk``)."""
     return any((folder / file).is_file() for file in ("state.json", "dataset_dict.json"))
@@ -55,9 +64,15 @@ def is_saved_dataset(folder: Path) -> bool:
 def open_dataset(text: str) -> Source:
     """The split that ``text`` names; it is downloaded (into the cache of ``datasets``) where it is not local yet.
     Raises NotFoundError: ``path-missing``, neither a path nor a dataset; ConfigError: ``dataset-spec``,
-    ``dataset-split`` or ``input-unreadable``; StorageError: ``dataset-unreachable``."""
+    rows of a file too, ``dataset-split`` or ``input-unreadable``; StorageError: ``dataset-unreachable``."""
     split = HubSplit.parse(text)
     name = split.name if split else text
+    if Path(name).is_file():
+        raise ConfigError(
+            f"{text} chooses no rows of a file: expected {name}, or {name}:train[FIRST:LAST] with rows counted from 0",
+            kind=Kind.DATASET_SPEC,
+            hint=f"hiddenstore prepare {quote(f'{name}:train[:1000]')} -o DATA --target T",
+        )
     if _LOOKS_LIKE_A_FILE.search(name) and not Path(name).exists():
         raise NotFoundError(f"{name} does not exist", kind=Kind.PATH_MISSING)
     if split is None:
@@ -87,23 +102,21 @@ def open_json_split(split: HubSplit, columns: ColumnFilter, label: str) -> Sourc
     Rows with tool calls, whose arguments and schemas differ, do not fit into the one table that ``datasets`` makes.
     None too where the split is cut by percent or from its end. Raises what ``columns`` raises.
     """
-    match = _SLICED.fullmatch(split.split or "")
-    files = _json_files(split, match["name"]) if match else []
-    if match is None or not files:
+    name_and_cut = parse_cut(split.split or "")
+    files = _json_files(split, name_and_cut[0]) if name_and_cut else []
+    if name_and_cut is None or not files:
         return None
     sources = [open_file(file, label if len(files) == 1 else f"{label}/{file.name}") for file in files]
-    first, last = int(match["first"] or 0), int(match["last"]) if match["last"] else None
-
-    def rows() -> Iterator[Row]:
-        return islice(chain.from_iterable(source.rows() for source in sources), first, last)
-
-    row = next(rows(), None)
+    size = sum(source.size for source in sources)
+    rows = Source(label, size, lambda: chain.from_iterable(source.rows() for source in sources))
+    source = rows_within(rows, name_and_cut[1])
+    row = next(source.rows(), None)
     if row is None:
         raise ConfigError(f"{label} is empty", kind=Kind.INPUT_EMPTY)
     value = decoded_row(row)
     if not isinstance(value, Problem):
         columns([*value], label)
-    return Source(label, sum(source.size for source in sources), rows)
+    return source
 
 
 def _table_rows(table: Any, label: str) -> Iterator[Row]:
@@ -112,7 +125,18 @@ def _table_rows(table: Any, label: str) -> Iterator[Row]:
         # Of these columns only whether they hold anything matters, and decoding would need Pillow.
         images = {name: value.pop(name) for name in IMAGE_KEYS if name in value}
         # datasets 5 keeps objects of unlike members, such as turns with and without tool calls, as JSON text.
-        yield Row(f"{label}:{number}", table.features.decode_example(value) | images, 1)
+        row = table.features.decode_example(value)
+        cells = {name: _without_absent(item, table.features[name]) for name, item in row.items()}
+        yield Row(f"{label}:{number}", cells | images, 1)
+
+
+def _without_absent(value: Any, feature: Any) -> Any:
+    """A table gives every member of a struct to every row; those that were absent come back as None. A null of JSON
+    text was written there."""
+    if isinstance(feature, dict) and isinstance(value, dict):
+        return {key: _without_absent(item, feature[key]) for key, item in value.items() if item is not None}
+    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    return [_without_absent(item, inner) for item in value] if inner and isinstance(value, list) else value
 
 
 def _load(split: HubSplit) -> Any:

@@ -10,14 +10,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from collectors.conversations.datasets import DATASET, find_dataset, open_named
-from collectors.conversations.files import SUFFIXES, open_file
+from collectors.conversations.files import SUFFIXES, open_file, rows_within
 from collectors.conversations.hub import is_saved_dataset, open_dataset
 from hiddenstore.conversation import Row, Source
 from hiddenstore.errors import ConfigError, Kind
@@ -57,7 +57,7 @@ def open_each(inputs: Sequence[str], dataset_root: str | Path | None = None) -> 
     sources = [
         [open_file(item, labels[item]) if isinstance(item, Path) else item for item in items] for items in opened
     ]
-    return [items if cut is None else [_cut(items[0], cut)] for items, cut in zip(sources, slices, strict=True)]
+    return [items if cut is None else [rows_within(items[0], cut)] for items, cut in zip(sources, slices, strict=True)]
 
 
 def _sliced(text: str) -> tuple[Path, slice | None]:
@@ -67,12 +67,6 @@ def _sliced(text: str) -> tuple[Path, slice | None]:
         return Path(text), None
     first, last = (int(match[name]) if match[name] else None for name in ("first", "last"))
     return Path(match["path"]), slice(first or 0, last)
-
-
-def _cut(source: Source, cut: slice) -> Source:
-    """The rows of a source within ``cut``, counted from 0; blank lines are no rows."""
-    count = None if source.count is None else len(range(source.count)[cut])
-    return replace(source, rows=lambda: islice(source.rows(), cut.start, cut.stop), count=count)
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -168,7 +162,8 @@ class Mix(_Settings):
 
 @dataclass(frozen=True)
 class MixedSource:
-    """A source whose ``rows`` are those the mix takes. ``available`` is None where nothing had to be counted."""
+    """A source whose ``rows`` are those the mix takes, none where its share is less than one. ``available`` is None
+    where nothing had to be counted."""
 
     source: Source
     entry: MixSource
@@ -220,11 +215,11 @@ def open_inputs(inputs: Sequence[str] | Mix, dataset_root: str | Path | None = N
 
 def resolved(mix: Mix, sources: Sequence[MixedSource]) -> dict[str, Any]:
     """The mix with one entry for each split or file that was opened and how many rows it gives, as YAML can hold it."""
-    entries = [
-        {"source": mixed.source.label, "available": mixed.available, "rows": mixed.source.count or mixed.available}
-        | mixed.entry.model_dump(exclude_none=True)
-        for mixed in sources
-    ]
+    entries = []
+    for mixed in sources:
+        rows = mixed.available if mixed.source.count is None else mixed.source.count
+        entry = {"source": mixed.source.label, "available": mixed.available, "rows": rows}
+        entries.append(entry | mixed.entry.model_dump(exclude_none=True))
     return {"seed": mix.seed, "sources": entries}
 
 
@@ -284,8 +279,15 @@ def _whole(shares: Sequence[float], rows: int) -> list[float]:
     return whole
 
 
+def no_row(source: Source) -> ConfigError:
+    return ConfigError(f"{source.label} holds no row", kind=Kind.INPUT_EMPTY)
+
+
 def _count(source: Source) -> int:
-    return source.count if source.count is not None else sum(1 for _ in source.rows())
+    count = source.count if source.count is not None else sum(1 for _ in source.rows())
+    if not count:
+        raise no_row(source)
+    return count
 
 
 def _sampled(source: Source, entry: MixSource, available: int, rows: int, seed: int) -> MixedSource:

@@ -189,6 +189,13 @@ def read_settings(engine: str, extra: Mapping[str, Any], defaults: Mapping[str, 
     return {**defaults, **extra}
 
 
+def refuse_scratch(engine: str, options: EngineOptions) -> None:
+    """For engines that hand their states over in memory; ConfigError ``engine-arg``."""
+    if options.scratch is not None:
+        problem = f"engine {engine} hands states over in memory and takes no --scratch"
+        raise ConfigError(problem, kind=Kind.ENGINE_ARG, hint="leave --scratch out")
+
+
 def raise_if_stopped(stop: Callable[[], bool]) -> None:
     """InterruptError ``interrupted`` once ``stop()`` is true; the open unit is dropped."""
     if stop():

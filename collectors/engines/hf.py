@@ -22,6 +22,7 @@ from collectors.engines import (
     nobody,
     raise_if_stopped,
     read_settings,
+    refuse_scratch,
 )
 from collectors.engines.resources import optional_package
 from collectors.targets.images import ImageError
@@ -160,6 +161,7 @@ class HfEngine:
             raise ConfigError(
                 "engine hf has no tensor parallelism", kind=Kind.ENGINE_ARG, hint="--device-map auto spreads the layers"
             )
+        refuse_scratch("hf", options)
         if not isinstance(target, LoadedTarget):
             target = load_weights(target.folder, LoadOptions(options.dtype, options.device, **settings))
         self.target: LoadedTarget = target

@@ -25,6 +25,7 @@ from collectors.engines import (
     EngineOptions,
     nobody,
     raise_if_stopped,
+    refuse_scratch,
 )
 from collectors.engines.resources import START_ERRORS, check_version, choose_devices, major_minor, start_failure
 from collectors.engines.unit_memory import PLACE, UnitMemory
@@ -72,6 +73,7 @@ class VllmProcess:
     final_norm: NormState = "pre_norm"
 
     def __init__(self, target: EngineTarget, options: EngineOptions) -> None:
+        refuse_scratch("vllm in this process", options)
         for name in FIXED_ARGUMENTS:
             if name in options.extra:
                 raise ConfigError(

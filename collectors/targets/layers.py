@@ -38,7 +38,7 @@ def choose_layers(layers: str, final: FinalMode | None, num_layers: int) -> Laye
         explained = _explain(layers, aux, num_layers)
     else:
         aux = _numbers(layers)
-        require_inside(aux, num_layers, "--layers eagle3")
+        require_inside(aux, num_layers, _way(num_layers))
         explained = f"aux layers {listed(aux)} of {num_layers} (as asked)"
     # A store for all drafters serves those too that read the final hidden of every token.
     implied: FinalMode = "all" if any(LAYER_RULES[name].final == "all" for name in names) else "supervised"
@@ -60,7 +60,12 @@ def _defaults(name: str, num_layers: int) -> list[int]:
     try:
         return LAYER_RULES[name].layers(num_layers)
     except ValueError as error:
-        raise ConfigError(str(error), kind=Kind.LAYERS_INVALID, hint="name them: --layers 0,1") from error
+        raise ConfigError(str(error), kind=Kind.LAYERS_INVALID, hint=_way(num_layers)) from error
+
+
+def _way(num_layers: int) -> str:
+    """What any target has: EAGLE-3's three layers, or by number those of a target with fewer."""
+    return "--layers eagle3" if num_layers > 2 else f"--layers {','.join(map(str, range(num_layers)))}"
 
 
 def _explain(name: str, aux: list[int], num_layers: int) -> str:

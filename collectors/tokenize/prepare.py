@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from jinja2 import TemplateSyntaxError
 
 from collectors.conversations.datasets import find_dataset
-from collectors.conversations.mix import Mix, MixedSource, open_inputs
+from collectors.conversations.mix import Mix, MixedSource, no_row, open_inputs
 from collectors.targets.images import open_images
 from collectors.tokenize.batches import FACTS, SampleBatch, SampleRules, batches_of, ordered_batches
 from collectors.tokenize.template import NOT_STABLE, ChatTemplate, RewrittenError, read_template
@@ -180,7 +180,7 @@ def _prepare(
     rules = SampleRules(template, limit, options.overlong, share, images)
     with new_data(out) as fs:
         sources = [entry.source for entry in mixed]
-        rows = batches_of(_rows(sources, tally.read), images is not None)
+        rows = batches_of(_rows(mixed, tally.read), images is not None)
         batches = ordered_batches(rules, rows, options.workers, stopping, sum(source.size for source in sources))
         files, image_files = _write(fs, _checked(batches, folder, template), _progress(sources), tally)
         if options.validation is None and not tally.totals["validation"] and tally.samples >= WORTH_A_SPLIT:
@@ -238,14 +238,14 @@ def _max_tokens(folder: TargetFolder, limit: int | None) -> int | None:
     return limit or context
 
 
-def _rows(sources: list[Source], read: list[int]) -> Iterator[Row]:
-    for source in sources:
+def _rows(sources: Sequence[MixedSource], read: list[int]) -> Iterator[Row]:
+    for mixed in sources:
         read.append(0)
-        for row in source.rows():
+        for row in mixed.source.rows():
             read[-1] += 1
             yield row
-        if not read[-1]:
-            raise ConfigError(f"{source.label} holds no row", kind=Kind.INPUT_EMPTY)
+        if not read[-1] and not mixed.available:
+            raise no_row(mixed.source)
 
 
 def _checked(batches: Iterator[SampleBatch], folder: TargetFolder, template: ChatTemplate) -> Iterator[SampleBatch]:

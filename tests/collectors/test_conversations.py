@@ -4,7 +4,7 @@ import errno
 import gzip
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,23 @@ def test_questions_and_answers_are_conversations_of_two_turns(
     (found,) = [parse_row(one) for one in source.rows()]
     assert isinstance(found, Conversation), found
     assert found.messages == expected
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"messages": CHAT}, {"conversations": CHAT}],
+        [{"prompt": "hi", "completion": "hello"}, {"instruction": "hi", "output": "hello"}, {"messages": CHAT}],
+        [{"instruction": "hi", "response": "hello"}, {"instruction": "hi", "output": "hello"}],
+    ],
+)
+def test_a_table_merged_of_several_kinds_of_rows_gives_every_one(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    names = {name: None for row in rows for name in row}
+    pq.write_table(pa.Table.from_pylist([names | row for row in rows]), file)
+    (source,) = open_sources([str(file)])
+    found = [parse_row(row) for row in source.rows()]
+    assert [item.messages if isinstance(item, Conversation) else item for item in found] == [CHAT] * len(rows)
 
 
 def test_an_answer_that_is_no_text_costs_its_row() -> None:
@@ -298,8 +315,9 @@ def test_a_disk_that_refuses_a_parquet_file_is_no_fault_of_the_file(
 
 def test_parquet_members_that_were_absent_do_not_come_back_as_null(tmp_path: Path) -> None:
     call = {"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    tools = [{"function": {"name": "add", "description": "a sum"}}, {"function": {"name": "stop", "strict": True}}]
     rows = [
-        {"messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call]}]},
+        {"messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": tools},
         {"messages": [{**CHAT[0], "name": "bob"}, CHAT[1]]},
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
@@ -309,6 +327,7 @@ def test_parquet_members_that_were_absent_do_not_come_back_as_null(tmp_path: Pat
     assert first.location == "a.parquet:1"
     assert second.messages == [{**CHAT[0], "name": "bob"}, CHAT[1]]
     assert first.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert first.tools == tools
 
 
 def test_a_json_array_is_decoded_in_pieces_with_the_line_of_each_element(
@@ -520,6 +539,15 @@ def test_a_dataset_saved_to_disk_is_read_with_slices(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("dataset_cache")
+@pytest.mark.parametrize("part", [":train[:50%]", "[-3:]", ":validation[:2]", ":train"])
+def test_rows_that_a_file_cannot_choose_are_refused_with_those_it_can(part: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"messages": CHAT}))
+    with pytest.raises(ConfigError, match=r"expected .*a\.jsonl:train\[FIRST:LAST\]") as caught:
+        open_sources([f"{file}{part}"])
+    assert caught.value.kind == "dataset-spec"
+
+
 @pytest.mark.parametrize("spec", [":nosuch", "[nosuch]:train", ":train[oops]"])
 def test_a_split_or_config_that_does_not_exist_is_an_error(tmp_path: Path, spec: str) -> None:
     folder = tmp_path / "chats"
@@ -537,12 +565,20 @@ def test_a_dataset_that_cannot_be_found_is_not_found() -> None:
     assert "nobody/nothing-of-that-name" in caught.value.message
 
 
-def test_nulls_in_the_arguments_of_a_call_and_in_tools_that_are_json_text_stay() -> None:
-    call = {"type": "function", "function": {"name": "find", "arguments": '{"a": null, "b": [null, {"c": null}]}'}}
+@pytest.mark.parametrize("written", [json.dumps, lambda value: value], ids=["text", "objects"])
+def test_nulls_that_json_writes_in_arguments_tools_and_template_kwargs_stay(
+    written: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    arguments = {"a": None, "b": [None, {"c": None}]}
+    call = {"id": None, "type": "function", "function": {"name": "find", "arguments": written(arguments)}}
     tools = [{"type": "function", "function": {"name": "find", "default": None, "enum": [None, "x"]}}]
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    row = json.dumps({"messages": messages, "tools": json.dumps(tools)}).encode()
-    found = parse_row(Row("f:1", row, len(row)))
-    assert isinstance(found, Conversation)
-    assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None, "b": [None, {"c": None}]}
-    assert found.tools == tools
+    turns = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    row = {"messages": turns, "tools": written(tools), "chat_template_kwargs": written({"date": None})}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    (tmp_path / "b.json").write_text(json.dumps([row], indent=1))
+    for item in read_conversations([str(tmp_path)]):
+        assert isinstance(item, Conversation)
+        assert item.messages[1]["tool_calls"] == [
+            {"type": "function", "function": {"name": "find", "arguments": arguments}}
+        ]
+        assert (item.tools, item.template_kwargs) == (tools, {"date": None})

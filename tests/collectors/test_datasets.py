@@ -1,6 +1,7 @@
 """Datasets by name: every entry through the real loading code, from tiny copies with rows as documented."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,35 @@ def test_a_file_named_after_the_dataset_stands_for_it(tmp_path: Path) -> None:
     (tmp_path / "gsm8k.jsonl").write_text(json.dumps(DOCUMENTED["gsm8k"]) + "\n")
     (found,) = conversations("gsm8k", tmp_path)
     assert (found.location, found.messages[1]["content"]) == ("gsm8k:1", A)
+
+
+def test_a_slice_takes_rows_of_a_file_that_stands_for_a_dataset_of_one_split(tmp_path: Path) -> None:
+    lines = [json.dumps(DOCUMENTED["gsm8k"] | {"question": f"{number}?"}) for number in range(5)]
+    (tmp_path / "gsm8k.jsonl").write_text("\n".join(lines) + "\n")
+    parts = [conversations(f"gsm8k:train{part}", tmp_path) for part in ("", "[:2]", "[2:]")]
+    assert [[item.messages[0]["content"] for item in part] for part in parts] == [
+        ["0?", "1?", "2?", "3?", "4?"],
+        ["0?", "1?"],
+        ["2?", "3?", "4?"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("gsm8k:test", "gsm8k:train[FIRST:LAST]"),
+        ("gsm8k:train[:50%]", "gsm8k:train[FIRST:LAST]"),
+        ("nemotron-v3-math:low", "hf download nvidia/"),
+        ("nemotron-v3-math:low[:5]", "hf download nvidia/"),
+    ],
+)
+def test_a_split_that_a_file_for_all_of_them_cannot_tell_apart_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    name, _, split = text.partition(":")
+    (tmp_path / f"{name}.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match=re.escape(f"{split} cannot be told apart")) as caught:
+        open_named(f"dataset:{text}", tmp_path)
+    assert caught.value.kind == "dataset-split"
+    assert said in str(caught.value.hint)
 
 
 def test_a_row_of_another_shape_is_a_problem_and_not_the_end(tmp_path: Path) -> None:

@@ -85,6 +85,18 @@ def test_ranks_of_a_machine_are_spread_over_its_gpus(device: str, monkeypatch: p
     assert engine_options(named, choice, 10, Rank(1, 2, 1)).device == "cuda:2"
 
 
+@pytest.mark.parametrize("layers", ["eagle3", "dflash", "all-drafters", "9"])
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 4])
+def test_layers_that_a_shallow_target_lacks_are_answered_with_some_that_it_has(layers: str, num_layers: int) -> None:
+    try:
+        choose_layers(layers, None, num_layers)
+    except ConfigError as error:
+        fix = str(error.hint).removeprefix("--layers ")
+        assert choose_layers(fix, None, num_layers).aux_layers
+    else:
+        assert (layers, num_layers >= 3) == ("eagle3", True)
+
+
 @pytest.mark.parametrize(("extra", "count"), [({}, 4), ({"pipeline_parallel_size": 2}, 8)])
 def test_an_engine_takes_the_gpus_of_all_its_stages(extra: dict[str, int], count: int) -> None:
     assert gpus_of(4, extra) == count

@@ -386,6 +386,12 @@ def test_versions_are_compared_by_their_numbers() -> None:
     assert major_minor("0.9.2") < major_minor("0.22.0rc1") < major_minor("0.32.0+cpu") < major_minor("1.0")
 
 
+def test_scratch_that_a_vllm_of_this_process_would_not_use_is_refused(target: EngineTarget, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="takes no --scratch") as caught:
+        open_engine("vllm", target, EngineOptions(AUX, 64, scratch=tmp_path))
+    assert caught.value.kind == "engine-arg"
+
+
 def test_without_vllm_the_package_is_named(target: EngineTarget) -> None:
     with pytest.raises(ConfigError, match="vLLM is not installed here") as caught:
         open_engine("vllm", target, EngineOptions(AUX, 64))

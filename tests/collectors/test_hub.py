@@ -44,7 +44,7 @@ def conversation(question: str, name: str, **arguments: Any) -> dict[str, Any]:
 
 ROWS = [
     conversation("Add.", "add", a=1, b=2),
-    conversation("Say it.", "say", text="hello", loud=True),
+    conversation("Say it.", "say", text="hello", loud=True, to=None),
     conversation("Stop.", "stop"),
 ]
 

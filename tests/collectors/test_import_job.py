@@ -19,11 +19,13 @@ from safetensors.torch import load_file, save_file
 
 from collectors.capture import import_job, job
 from collectors.capture.import_job import ImportOptions, ImportReport, import_dump
+from collectors.engines.dump.matching import supervised_spans
 from collectors.engines.dump.peer import Unusable
 from collectors.engines.dump.torch_dicts import read_dicts, tensor_of
 from hiddenstore.cli import main
 from hiddenstore.errors import CaptureError, ConfigError, CorruptionError, FormatError, InterruptError, Kind
 from hiddenstore.process import Drain
+from hiddenstore.records import Sample, sample_id
 from hiddenstore.store import Store
 from tests.collectors import peer_dumps
 from tests.collectors.peer_dumps import Spoken, saved
@@ -484,6 +486,33 @@ def test_prepared_data_ends_padded_rows_and_names_the_token_a_shifted_cache_lost
     peer_dumps.specforge(tmp_path / "dump" / "sf", spoken, LAYERS, strategy="dflash")
     bring("specforge-dflash", tokens_from=data, store=tmp_path / "padded")
     assert set(Store.open(tmp_path / "padded").sample_ids) == {sample.id for sample in samples}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_prepared_samples_with_the_same_tokens_a_dump_takes_the_one_with_its_mask(
+    first: int, bring: Importer, dump: Path, tmp_path: Path, spoken: list[Spoken]
+) -> None:
+    samples = []
+    for one in spoken:
+        ids, mask = one.ids.numpy().astype(np.int32), one.mask.numpy().astype(np.uint8)
+        for supervised in (mask, np.ones_like(mask))[:: 1 - 2 * first]:
+            samples.append(Sample(sample_id(ids, supervised), ids, supervised, supervised_spans(supervised)))
+    report = bring(tokens_from=data_for_tiny(tmp_path / "data", samples=samples))
+    assert (report.samples, report.rejects.total()) == (len(spoken), 0)
+    store = Store.open(tmp_path / "store")
+    assert {(s.tokens, s.supervised) for s in (store[name].sample for name in store.sample_ids)} == {
+        (len(one.ids), int(one.mask.sum())) for one in spoken
+    }
+
+
+def test_every_token_of_a_dump_with_masks_is_learned_where_that_is_asked(
+    bring: Importer, dump: Path, tmp_path: Path, spoken: list[Spoken]
+) -> None:
+    assert bring(loss_on="all").samples == len(spoken)
+    store = Store.open(tmp_path / "store")
+    assert all(store[name].sample.loss_mask.all() for name in store.sample_ids)
+    (document,) = (json.loads(path.read_text()) for path in (tmp_path / "store" / ".import").glob("*/data.json"))
+    assert document["supervised_tokens"] == document["tokens"] == sum(len(one.ids) for one in spoken)
 
 
 def test_tokens_and_states_shifted_against_each_other_are_refused(tmp_path: Path) -> None:

@@ -64,6 +64,23 @@ def test_nothing_differs_after_a_round_trip(
     assert not found.different, found.document()
 
 
+def test_an_export_of_which_every_token_is_learned_keeps_its_turns_and_split(
+    dumps: Path, tmp_path: Path, target: str
+) -> None:
+    bring(dumps / "modelopt-hf", "modelopt-hf", tmp_path / "a", target, layers="0,1,2", validation=0.3)
+    a = Store.open(tmp_path / "a")
+    export_samples(a, tmp_path / "out", get_layout("modelopt-hf"))
+    bring(tmp_path / "out", "modelopt-hf", tmp_path / "b", target, loss_on="all")
+    b = Store.open(tmp_path / "b")
+    assert turns_of(a) == turns_of(b)
+    assert all(b[name].sample.loss_mask.all() for name in b.sample_ids)
+
+
+def turns_of(store: Store) -> dict[tuple[int, ...], tuple[list[list[int]], str]]:
+    samples = [store[name].sample for name in store.sample_ids]
+    return {tuple(sample.input_ids.tolist()): (sample.spans.tolist(), sample.split) for sample in samples}
+
+
 def test_an_export_says_which_target_it_is_of(dumps: Path, tmp_path: Path, target: str) -> None:
     bring(dumps / "modelopt-vllm", "modelopt-vllm", tmp_path / "a", target, layers="0,1,2")
     export_samples(Store.open(tmp_path / "a"), tmp_path / "out", get_layout("speculators"))

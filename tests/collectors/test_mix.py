@@ -101,6 +101,33 @@ def test_data_json_says_what_each_source_gave(files: Path, target: str) -> None:
     assert [source["rows"] for source in stored["sources"]] == [12, 10]
 
 
+def test_files_whose_share_of_a_mix_is_less_than_a_row_are_shown_with_none(
+    files: Path, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (files / "many").mkdir()
+    for number in range(10):
+        write_rows(files / "many" / f"{number}.jsonl", [{"messages": chat(f"many {number}", "answer")}])
+    write_rows(files / "few.jsonl", [{"messages": chat(f"few {number}", "answer")} for number in range(3)])
+    sources = [{"file": name, "weight": 1} for name in ("many", "few.jsonl")]
+    path = str(mix_file(files, sources=sources))
+    with pytest.raises(SystemExit) as caught:
+        main(["prepare", "--mix", path, "-o", str(files / "data"), "--target", target, "--workers", "1", "--json"])
+    assert caught.value.code == 0
+    counts = [(source["available"], source["rows"]) for source in json.loads(capsys.readouterr().out)["sources"]]
+    assert (counts.count((1, 0)), counts.count((1, 1)), counts[-1]) == (7, 3, (3, 3))
+    report = write_prompts(read_mix(path), files / "prompts.jsonl")
+    resolved = yaml.safe_load(Path(report.mix or "").read_text())
+    assert [source["rows"] for source in resolved["sources"]] == [rows for _, rows in counts]
+
+
+def test_a_source_of_a_mix_without_a_row_is_named(files: Path) -> None:
+    (files / "blank.jsonl").write_text("\n\n")
+    sources = [{"file": name, "weight": 1} for name in ("a/chats.jsonl", "blank.jsonl")]
+    with pytest.raises(ConfigError, match=r"^blank\.jsonl holds no row") as caught:
+        open_inputs(read_mix(mix_file(files, sources=sources)))
+    assert caught.value.kind == "input-empty"
+
+
 def test_slices_of_one_file_and_the_files_of_one_dataset_are_counted_for_what_they_are(
     files: Path, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,6 +131,7 @@ def test_the_engine_record_says_how_attention_ran(llama: Path) -> None:
         {"extra": {"atention": "sdpa"}},
         {"server": "http://127.0.0.1:8000"},
         {"tensor_parallel": 2},
+        {"scratch": Path("/dev/shm")},
     ],
 )
 def test_settings_the_engine_does_not_have_are_refused(llama: Path, options: dict[str, object]) -> None:

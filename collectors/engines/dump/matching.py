@@ -5,7 +5,7 @@ Shapes: T tokens of a sample.
 
 import hashlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +55,16 @@ class PreparedTokens:
     def match(self, peer: PeerSample) -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:
         """Tokens, mask, spans and split of the longest prepared sample that the row is, padding aside. Raises Unusable:
         ``not-in-data``; ``mask-mismatch``: the dump's own mask is another one."""
+        refusal = Unusable("not-in-data", "no sample of the prepared data has these tokens")
+        for entry in self._entries(peer):
+            try:
+                return _restore(peer, entry)
+            except Unusable as mismatch:
+                refusal = mismatch  # Of conversations with the same tokens each may be learned in another way.
+        raise refusal
+
+    def _entries(self, peer: PeerSample) -> Iterator[_PreparedSample]:
+        """Those whose tokens the row begins with, the longest first."""
         lost = peer.first_row
         for length in range(min(_KEY_TOKENS, len(peer.input_ids)), 0, -1):
             for entry in self._samples.get((_digest(peer.input_ids[:length]), lost), ()):
@@ -62,10 +72,9 @@ class PreparedTokens:
                 if length < min(_KEY_TOKENS, named) or not _fits(peer, named):
                     continue
                 if _digest(peer.input_ids[:named]) == entry.digest:
-                    return _restore(peer, entry)
+                    yield entry
             if not peer.padded:
-                break
-        raise Unusable("not-in-data", "no sample of the prepared data has these tokens")
+                return
 
 
 def _restore(peer: PeerSample, entry: _PreparedSample) -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:
@@ -127,9 +136,12 @@ class Matcher:
         if peer.padded:
             end = text_end(ids, mask)
             ids, mask = ids[:end], mask[:end]
+        exported_id = sample_id(ids, mask)
+        if self.all_supervised:
+            mask = np.ones_like(mask)
         name = sample_id(ids, mask)
-        if name in self.exported:
-            return Sample(name, ids, mask, *self.exported[name], location)
+        if exported_id in self.exported:
+            return Sample(name, ids, mask, *self.exported[exported_id], location)
         split = "validation" if is_validation(name, self.validation) else "train"
         return Sample(name, ids, mask, supervised_spans(mask), split, location)
 
