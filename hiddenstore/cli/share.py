@@ -72,7 +72,7 @@ def push(
     remote = open_remote(address)
     if public and not isinstance(remote, HubRemote):
         raise click.UsageError("--public is of the hub: who may read a bucket is said where it was made")
-    require_place(remote, is_store)
+    require_place(remote, place, is_store)
     measured = "" if results is None else accepted_length(results)
     text = None if card is None else _read_card(card)
     with ExitStack() as made:

@@ -17,7 +17,7 @@ from hiddenstore.console.text import plural
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.files import layout
 from hiddenstore.files.digests import digest_for, mismatch
-from hiddenstore.fs import is_address
+from hiddenstore.fs import is_address, open_filesystem
 from hiddenstore.fs.seam import is_inside, storage_errors
 from hiddenstore.index.file import live_indexes
 from hiddenstore.inspect.samples import Test
@@ -55,9 +55,14 @@ class PushReport:
     bytes_sent: int
 
 
-def require_place(remote: Remote, is_store: bool) -> None:
-    """Refuse a repository of the other kind, and one at a revision: ConfigError ``address-invalid``."""
+def require_place(remote: Remote, source: str, is_store: bool) -> None:
+    """Refuse a repository of the other kind, and one at a revision: ConfigError ``address-invalid``; a place inside of
+    what is pushed: ConflictError ``output-exists``."""
     if not isinstance(remote, HubRemote):
+        place, whole = open_filesystem(remote.address).address, open_filesystem(source).address
+        if f"{place}/".startswith(f"{whole}/"):
+            problem, hint = f"{source} cannot be pushed into itself, {remote.address}", "name a place outside of it"
+            raise ConflictError(problem, kind=Kind.OUTPUT_EXISTS, hint=hint)
         return
     kind, plain = ("dataset", "hf://datasets/") if is_store else ("model", "hf://")
     if remote.kind != kind or remote.revision:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hiddenstore.care.copy import open_copy, run_copy
+from hiddenstore.cli import main
 from hiddenstore.errors import ConflictError, CorruptionError, StorageError
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.inspect.samples import parse_where
@@ -74,6 +75,16 @@ def test_what_was_damaged_in_a_bucket_is_pushed_again_once_it_is_removed_as_the_
     push(store, bucket)
     pull(bucket, tmp_path / "here", silent)  # type: ignore[arg-type]
     assert contents(Store.open(tmp_path / "here")) == contents(store)
+
+
+def test_a_store_is_not_pushed_into_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = make_store(tmp_path / "store")
+    before = tree(tmp_path)
+    for place in ("in", ".", "../store"):
+        with pytest.raises(SystemExit, match="6"):
+            main(["push", store.path, f"{store.path}/{place}"])
+        assert "cannot be pushed into itself" in capsys.readouterr().err
+    assert tree(tmp_path) == before
 
 
 def test_a_store_of_the_same_capture_and_other_text_takes_nobody_s_place(remote: Remote, tmp_path: Path) -> None:
