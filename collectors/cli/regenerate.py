@@ -119,6 +119,7 @@ def regenerate(
         "dropped": dict(report.dropped),
         "examples": report.examples,
         "waiting_for_shards": report.waiting,
+        "written_by_another_shard": report.written_by_another,
         "looping_share": report.looping_share,
         "seconds": round(report.seconds, 3),
         "tokens_per_s": round(report.tokens_per_s, 1),
@@ -227,6 +228,8 @@ def _show(document: dict[str, Any], shard: tuple[int, int]) -> None:
     if waiting:
         others = ", ".join(f"{number}/{shard[1]}" for number in waiting)
         written = f"shard {shard[0]}/{shard[1]} is done; {document['out']} waits for {others}"
+    elif document["written_by_another_shard"]:
+        written = f"shard {shard[0]}/{shard[1]} is done; another one, done too, writes {document['out']}"
     # Of a run that generated nothing, such as --take, there is no speed to tell.
     speed = f" at {rate:,.0f} tokens/s" if (rate := document["tokens_per_s"]) else ""
     lines = [

@@ -14,8 +14,8 @@ import shlex
 import shutil
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -130,6 +130,18 @@ class AnswersFolder:
                 if os.fstat(file.fileno()).st_size:
                     return
             shutil.rmtree(self.path, ignore_errors=True)
+
+    @contextmanager
+    def lock(self) -> Iterator[bool]:
+        """Whether no other shard writes the output while the block lasts; False too once the folder is gone."""
+        with ExitStack() as stack:
+            try:
+                file = stack.enter_context(self.file(1).open("r+b"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_ours = True
+            except (FileNotFoundError, BlockingIOError):
+                is_ours = False
+            yield is_ours
 
     def remove(self) -> None:
         """Take the folder away: its answers are in the output."""
