@@ -114,6 +114,14 @@ class AnswersFolder:
         shares = {shard: len(range(shard - 1, conversations, self.shards)) for shard in range(1, self.shards + 1)}
         return [shard for shard, share in shares.items() if _ended(self.file(shard), self._limit) < share]
 
+    def holds_answers(self) -> bool:
+        """Whether the target has answered any conversation of any shard."""
+        for shard in range(1, self.shards + 1):
+            with suppress(FileNotFoundError), self.file(shard).open("rb") as file:
+                if any(_is_answer(line) for line in file):
+                    return True
+        return False
+
     def remove_if_empty(self) -> None:
         """Take the folder away when it holds no answer, and nobody waits for the first one."""
         files = list(self.path.glob("answers-*.jsonl"))
@@ -136,7 +144,7 @@ class AnswersFolder:
         """Whether no other shard writes the output while the block lasts; False too once the folder is gone."""
         with ExitStack() as stack:
             try:
-                file = stack.enter_context(self.file(1).open("r+b"))
+                file = stack.enter_context((self.path / SETTINGS).open("r+b"))
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 is_ours = True
             except (FileNotFoundError, BlockingIOError):
@@ -146,6 +154,14 @@ class AnswersFolder:
     def remove(self) -> None:
         """Take the folder away: its answers are in the output."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _is_answer(line: bytes) -> bool:
+    """False for one that its writer has not ended yet, too."""
+    with suppress(ValueError, TypeError):
+        record = json.loads(line)
+        return "row" in record and Reply.of(record).is_answer
+    return False
 
 
 def _ended(path: Path, limit: int | None) -> int:

@@ -124,7 +124,7 @@ class RegenerateReport:
     def count(self, rewrite: Rewrite) -> None:
         """Count one conversation that has all its replies."""
         for reply in rewrite.replies:
-            self.answers += reply.drop not in ("prompt-too-long", "refused", "server-failed")
+            self.answers += reply.is_answer
             self.tokens += reply.tokens
             self.cut += reply.is_cut
         self.short += rewrite.is_short

@@ -34,6 +34,11 @@ class Reply:
     drop: str | None = None
     detail: str | None = None
 
+    @property
+    def is_answer(self) -> bool:
+        """Whether the target wrote anything."""
+        return self.drop not in ("prompt-too-long", "refused", "server-failed")
+
     def document(self) -> dict[str, Any]:
         """Its members that say something, as JSON holds them."""
         members = {key: getattr(self, key) for key in self.__dataclass_fields__}
