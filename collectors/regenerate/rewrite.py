@@ -105,6 +105,12 @@ class Rewrite:
         kept = last if turns == "last" else 0
         return cls(number, digest, messages[:kept], messages[kept:], conversation.tools, template_kwargs=kwargs)
 
+    @property
+    def so_far(self) -> Conversation:
+        """What the next answer follows."""
+        location = f"conversation {self.number + 1}"
+        return Conversation(location, self.done, self.tools, template_kwargs=self.template_kwargs)
+
     @staticmethod
     def has_slot(conversation: Conversation) -> bool:
         """Whether anything in a conversation can be answered."""
