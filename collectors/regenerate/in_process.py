@@ -100,7 +100,9 @@ class _InProcess:
             if len(prompt) + self.sampling.max_new_tokens <= limit:
                 fitting.append((rewrite, prompt))
             elif rewrite.number in unanswered:
-                take(rewrite, Reply(drop="prompt-too-long", detail=f"{len(prompt):,} tokens of {limit:,}"))
+                room = max(0, limit - len(prompt))
+                detail = f"{len(prompt):,} tokens of {limit:,} leave {room:,} for an answer"
+                take(rewrite, Reply(drop="prompt-too-long", detail=detail))
         lengths = [len(prompt) for _, prompt in fitting]
         return [[fitting[i] for i in batch] for batch in prompt_batches(lengths, self.options.batch_size)]
 

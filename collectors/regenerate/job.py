@@ -284,6 +284,9 @@ def _write(sources: list[Source], options: RegenerateOptions, folder: AnswersFol
             reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(report.dropped.items()))
             problem = f"none of {plural(report.read, 'conversation')} has an answer to learn from: {reasons}"
             hint = f"{shlex.join(['rm', '-r', str(folder.path)])} has them answered again"
+            if too_long := report.examples.get("prompt-too-long"):
+                problem += f"; {too_long}"
+                hint += f", with a smaller limit, --max-new-tokens {max(1, options.limit // 2)} say"
             raise CaptureError(problem, kind=Kind.NOTHING_ANSWERED, hint=hint)
     return report
 
