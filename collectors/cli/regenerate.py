@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.words import FiniteRange
+from hiddenstore.cli.words import FiniteRange, opening_words
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, percent, plural
 from hiddenstore.fs import require_local
@@ -129,7 +129,9 @@ def regenerate(
         shard = f"{report.waiting[0]}/{options['shard'][1]}"
         out.hint("hiddenstore", "regenerate", *options["inputs"], "-o", report.out, "--shard", shard, "…")
     else:
-        out.hint("hiddenstore", "prepare", report.out, "-o", "DATA", "--target", options["target"] or "T")
+        target = options["target"] or "T"
+        opened = opening_words(target, request.template, request.revision, request.trust_remote_code)
+        out.hint("hiddenstore", "prepare", report.out, "-o", "DATA", *opened)
 
 
 def _own_questions(options: dict[str, Any]) -> int | None:
