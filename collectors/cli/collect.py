@@ -14,6 +14,7 @@ from hiddenstore.cli.words import (
     DATA,
     FiniteRange,
     Name,
+    opening_words,
     remote_code_option,
     revision_option,
     same_target_option,
@@ -293,16 +294,17 @@ def plan(data: str, target: str, template: str | None, **options: Any) -> None:
         ],
     }
     out.data(document, human=lambda: _show_plan(needs))
+    opened = opening_words(target, template, options["revision"], options["trust_remote_code"])
+    capture = {name: options[name] for name in ("layers", "final", "container")}
+    defaults = (None, "eagle3")
+    chosen = [word for name, value in capture.items() if value not in defaults for word in (f"--{name}", str(value))]
+    words = (*opened, "--recipe", needs.recipe, *chosen)
     if needs.recipe not in needs.fitting:
         _warn_of_room(needs)
-        out.hint("hiddenstore", "plan", data, "--target", target, "-o", "ANOTHER_DISK/STORE")
+        out.hint("hiddenstore", "plan", data, "-o", "ANOTHER_DISK/STORE", *words)
         return
     store = "STORE" if options["out"] == "." else options["out"]
-    capture = {"template": template, "revision": options["revision"], "layers": options["layers"]}
-    capture |= {"final": options["final"], "container": options["container"]}
-    defaults = (None, "eagle3")
-    words = [word for name, value in capture.items() if value not in defaults for word in (f"--{name}", str(value))]
-    out.hint("hiddenstore", "collect", data, "-o", store, "--target", target, "--recipe", needs.recipe, *words)
+    out.hint("hiddenstore", "collect", data, "-o", store, *words)
 
 
 def _warn_of_room(needs: "Plan") -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.words import remote_code_option, revision_option
+from hiddenstore.cli.words import opening_words, remote_code_option, revision_option
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, percent, plural, size
 from hiddenstore.process import drain_on_signal
@@ -167,10 +167,8 @@ def _train(
     answer = {**document.model_dump(mode="json"), "path": out, "elapsed_s": round(elapsed_s, 3)}
     output().data(answer, human=lambda: _show_data(answer))
     _say_losses(document)
-    revision = ("--revision", settings.revision) if settings.revision else ()
-    own_code = ("--trust-remote-code",) if settings.trust_remote_code else ()
-    store = f"{out.rstrip('/')}-store"
-    output().hint("hiddenstore", "collect", out, "-o", store, "--target", target, *revision, *own_code)
+    opened = opening_words(target, options["template"], settings.revision, settings.trust_remote_code)
+    output().hint("hiddenstore", "collect", out, "-o", f"{out.rstrip('/')}-store", *opened)
 
 
 def _say_losses(document: "PreparedData") -> None:

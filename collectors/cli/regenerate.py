@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.words import FiniteRange
+from hiddenstore.cli.words import FiniteRange, opening_words
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, percent, plural
 from hiddenstore.fs import require_local
@@ -119,6 +119,7 @@ def regenerate(
         "dropped": dict(report.dropped),
         "examples": report.examples,
         "waiting_for_shards": report.waiting,
+        "written_by_another_shard": report.written_by_another,
         "looping_share": report.looping_share,
         "seconds": round(report.seconds, 3),
         "tokens_per_s": round(report.tokens_per_s, 1),
@@ -128,7 +129,9 @@ def regenerate(
         shard = f"{report.waiting[0]}/{options['shard'][1]}"
         out.hint("hiddenstore", "regenerate", *options["inputs"], "-o", report.out, "--shard", shard, "…")
     else:
-        out.hint("hiddenstore", "prepare", report.out, "-o", "DATA", "--target", options["target"] or "T")
+        target = options["target"] or "T"
+        opened = opening_words(target, request.template, request.revision, request.trust_remote_code)
+        out.hint("hiddenstore", "prepare", report.out, "-o", "DATA", *opened)
 
 
 def _own_questions(options: dict[str, Any]) -> int | None:
@@ -227,6 +230,8 @@ def _show(document: dict[str, Any], shard: tuple[int, int]) -> None:
     if waiting:
         others = ", ".join(f"{number}/{shard[1]}" for number in waiting)
         written = f"shard {shard[0]}/{shard[1]} is done; {document['out']} waits for {others}"
+    elif document["written_by_another_shard"]:
+        written = f"shard {shard[0]}/{shard[1]} is done; another one, done too, writes {document['out']}"
     # Of a run that generated nothing, such as --take, there is no speed to tell.
     speed = f" at {rate:,.0f} tokens/s" if (rate := document["tokens_per_s"]) else ""
     lines = [

@@ -14,8 +14,8 @@ import shlex
 import shutil
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -114,6 +114,14 @@ class AnswersFolder:
         shares = {shard: len(range(shard - 1, conversations, self.shards)) for shard in range(1, self.shards + 1)}
         return [shard for shard, share in shares.items() if _ended(self.file(shard), self._limit) < share]
 
+    def holds_answers(self) -> bool:
+        """Whether the target has answered any conversation of any shard."""
+        for shard in range(1, self.shards + 1):
+            with suppress(FileNotFoundError), self.file(shard).open("rb") as file:
+                if any(_is_answer(line) for line in file):
+                    return True
+        return False
+
     def remove_if_empty(self) -> None:
         """Take the folder away when it holds no answer, and nobody waits for the first one."""
         files = list(self.path.glob("answers-*.jsonl"))
@@ -131,9 +139,29 @@ class AnswersFolder:
                     return
             shutil.rmtree(self.path, ignore_errors=True)
 
+    @contextmanager
+    def lock(self) -> Iterator[bool]:
+        """Whether no other shard writes the output while the block lasts; False too once the folder is gone."""
+        with ExitStack() as stack:
+            try:
+                file = stack.enter_context((self.path / SETTINGS).open("r+b"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_ours = True
+            except (FileNotFoundError, BlockingIOError):
+                is_ours = False
+            yield is_ours
+
     def remove(self) -> None:
         """Take the folder away: its answers are in the output."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _is_answer(line: bytes) -> bool:
+    """False for one that its writer has not ended yet, too."""
+    with suppress(ValueError, TypeError):
+        record = json.loads(line)
+        return "row" in record and Reply.of(record).is_answer
+    return False
 
 
 def _ended(path: Path, limit: int | None) -> int:

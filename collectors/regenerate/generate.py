@@ -43,6 +43,9 @@ fault for every page."""
 NUCLEUS_TOKENS = 1024
 """As many most often hold the share; a vocabulary in full order takes a CPU fourteen times longer."""
 
+COLDEST = 1e-30
+"""Temperature below which the most probable token is drawn anyway, and float32 has no room for a logit over it."""
+
 Task = tuple[list[list[int]], str]
 """Prompts of a batch, and its name."""
 
@@ -226,7 +229,7 @@ class _Batch:
         return states
 
     def _draw(self, logits: Tensor) -> Tensor:
-        if self._sampling.temperature == 0:
+        if self._sampling.temperature < COLDEST:
             return logits.argmax(-1)
         chances = torch.softmax(logits / self._sampling.temperature, dim=-1)
         if self._sampling.top_p < 1:

@@ -24,11 +24,12 @@ from collectors.regenerate.options import RegenerateOptions, open_answering
 from collectors.regenerate.rewrite import NO_QUESTION, AnswerAll, Beat, Recorded, Reply, Rewrite, Take
 from collectors.targets.load import LoadedTarget, load_target
 from collectors.tokenize.batches import end_with_parent
+from collectors.tokenize.template import ChatTemplate
 from hiddenstore.conversation import TEMPLATE_KWARGS
 from hiddenstore.errors import ConfigError, Kind, StorageError
 from hiddenstore.records import LOOP_SHARE, repeated_share
 from hiddenstore.targets.folder import TargetFolder
-from hiddenstore.targets.rendering import RENDER_ERRORS, limited_rendering, reason_of, template_of
+from hiddenstore.targets.rendering import RENDER_ERRORS, reason_of
 from hiddenstore.threads import usable_cores
 
 GROUP_BATCHES = 32
@@ -40,18 +41,17 @@ Submit = Callable[[Sequence[Task], Beat], Iterator[tuple[str, int, Answer]]]
 
 
 def open_in_process(options: RegenerateOptions) -> tuple[str, AnswerAll]:
-    """The target's label, and what answers with it; raises as ``open_target``, and ConfigError: ``template-missing``;
+    """The target's label, and what answers with it; raises as ``open_target`` and ``ChatTemplate``, and ConfigError:
     ``option-invalid``: a member for requests to a server."""
     if others := sorted(options.extra.keys() - {TEMPLATE_KWARGS}):
         problem = f"extra.{others[0]} is a member of requests to a server, and the target answers in this process"
         raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint="--server URL, or --engine-python PY with --target T")
     folder = open_answering(options, str(options.target))
-    if not folder.tokenizer.chat_template:
-        raise ConfigError(f"target {folder.label} has no chat template", kind=Kind.TEMPLATE_MISSING)
+    template = ChatTemplate(folder.tokenizer)
     sampling = Sampling(options.temperature, options.limit, options.seed or 0, options.top_p or 1.0)
     # Another adapter in a folder of the same name would give other answers.
     label = folder.label if folder.adapter is None else f"{folder.label}@{folder.adapter.sha256[:8]}"
-    return label, _InProcess(folder, sampling, options).answer_all
+    return label, _InProcess(folder, template, sampling, options).answer_all
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class _InProcess:
     """``options.workers`` processes share the batches of ``options.batch_size`` prompts."""
 
     folder: TargetFolder
+    template: ChatTemplate
     sampling: Sampling
     options: RegenerateOptions
 
@@ -92,23 +93,16 @@ class _InProcess:
                 take(rewrite, NO_QUESTION)
                 continue
             try:
-                with limited_rendering(f"conversation {rewrite.number + 1}"):
-                    prompt: list[int] = self.folder.tokenizer.apply_chat_template(
-                        rewrite.done,
-                        tools=rewrite.tools,
-                        chat_template=template_of(self.folder.tokenizer, rewrite.tools),
-                        add_generation_prompt=True,
-                        tokenize=True,
-                        return_dict=False,
-                        **rewrite.template_kwargs,
-                    )
+                prompt = self.template.prompt_ids(rewrite.so_far)
             except RENDER_ERRORS as error:
                 take(rewrite, Reply(drop="refused", detail=reason_of(error)))
                 continue
             if len(prompt) + self.sampling.max_new_tokens <= limit:
                 fitting.append((rewrite, prompt))
             elif rewrite.number in unanswered:
-                take(rewrite, Reply(drop="prompt-too-long", detail=f"{len(prompt):,} tokens of {limit:,}"))
+                room = max(0, limit - len(prompt))
+                detail = f"{len(prompt):,} tokens of {limit:,} leave {room:,} for an answer"
+                take(rewrite, Reply(drop="prompt-too-long", detail=detail))
         lengths = [len(prompt) for _, prompt in fitting]
         return [[fitting[i] for i in batch] for batch in prompt_batches(lengths, self.options.batch_size)]
 

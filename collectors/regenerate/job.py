@@ -44,7 +44,7 @@ from hiddenstore.conversation import (
     parse_row,
     way_to_keep,
 )
-from hiddenstore.errors import CaptureError, ConfigError, InterruptError, Kind, NotFoundError
+from hiddenstore.errors import CaptureError, ConfigError, ConflictError, InterruptError, Kind, NotFoundError
 from hiddenstore.fs import require_local
 from hiddenstore.fs.publish import new_file, new_folder, refuse_existing_file, refuse_existing_folder
 from hiddenstore.fs.seam import WritableFile
@@ -85,7 +85,6 @@ def regenerate(options: RegenerateOptions, stopping: Callable[[], bool] = lambda
     growing = options.limit if options.keeps_ended else None
     folder = AnswersFolder(out, options.shard[1], growing)
     folder.claim(answer_settings(options, label, target_digests(options)))
-    shard_report = report = RegenerateReport(str(out))
 
     def beat(drawn: int, read: int) -> None:
         shard.count_underway(drawn, read)
@@ -99,16 +98,12 @@ def regenerate(options: RegenerateOptions, stopping: Callable[[], bool] = lambda
             AnswerLog(folder.file(options.shard[0]), growing) as log,
             Progress("regenerate", total, "answers") as progress,
         ):
-            shard = _Shard(options, shard_report, log, progress)
+            shard = _Shard(options, RegenerateReport(str(out)), log, progress)
             answer_all(shard.rewrites(sources), log.replies, shard.record, beat)
             log.finish(shard.conversations)
     finally:
         folder.remove_if_empty()
-    shard_report.waiting = folder.unfinished(shard.of_all)
-    if not shard_report.waiting:
-        report = _write(sources, options, folder, out)
-        report.resumed, report.new_tokens = shard_report.resumed, shard_report.new_tokens
-        folder.remove()
+    report = _finish(sources, folder, shard)
     report.seconds = time.monotonic() - began
     return report
 
@@ -244,6 +239,25 @@ def _usable(sources: list[Source], options: RegenerateOptions) -> int | None:
     raise ConfigError("\n".join([what, *listed]), kind=Kind.NOTHING_USABLE, hint=way_to_keep(reasons))
 
 
+def _finish(sources: list[Source], folder: AnswersFolder, shard: _Shard) -> RegenerateReport:
+    """Write the output where no shard is missing: the report of all of it, or of this shard alone where others are, or
+    where another writes."""
+    report, options = shard.report, shard.options
+    out = Path(report.out)
+    report.waiting = folder.unfinished(shard.of_all)
+    # Who has written takes the folder away, which looks as if no shard had ended.
+    if report.waiting and not _is_there(out, options.rows_per_file):
+        return report
+    with folder.lock() as is_ours:
+        if not is_ours or _is_there(out, options.rows_per_file):
+            report.waiting, report.written_by_another = [], True
+            return report
+        whole = _write(sources, options, folder, out)
+    whole.resumed, whole.new_tokens = report.resumed, report.new_tokens
+    folder.remove()
+    return whole
+
+
 def _write(sources: list[Source], options: RegenerateOptions, folder: AnswersFolder, out: Path) -> RegenerateReport:
     """The output from the answers of all shards, in the order of the input."""
     report = RegenerateReport(str(out))
@@ -270,6 +284,9 @@ def _write(sources: list[Source], options: RegenerateOptions, folder: AnswersFol
             reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(report.dropped.items()))
             problem = f"none of {plural(report.read, 'conversation')} has an answer to learn from: {reasons}"
             hint = f"{shlex.join(['rm', '-r', str(folder.path)])} has them answered again"
+            if too_long := report.examples.get("prompt-too-long"):
+                problem += f"; {too_long}"
+                hint += f", with a smaller limit, --max-new-tokens {max(1, options.limit // 2)} say"
             raise CaptureError(problem, kind=Kind.NOTHING_ANSWERED, hint=hint)
     return report
 
@@ -277,6 +294,14 @@ def _write(sources: list[Source], options: RegenerateOptions, folder: AnswersFol
 def refuse_existing(out: Path, rows_per_file: int | None) -> None:
     """Raise ConflictError ``output-exists`` where something lies at ``out``."""
     (refuse_existing_folder if rows_per_file else refuse_existing_file)(out)
+
+
+def _is_there(out: Path, rows_per_file: int | None) -> bool:
+    try:
+        refuse_existing(out, rows_per_file)
+    except ConflictError:
+        return True
+    return False
 
 
 @contextmanager

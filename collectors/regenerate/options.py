@@ -85,7 +85,8 @@ class RegenerateOptions:
 
 @dataclass
 class RegenerateReport:
-    """Conversations read and written, and what their answers were; of one shard while ``waiting`` names others.
+    """Conversations read and written, and what their answers were; of one shard while ``waiting`` names others, or
+    where ``written_by_another``: it ended at the same time, and writes all of them.
 
     ``dropped`` counts conversations by reason, with the first of each in ``examples``; ``short`` ones end where
     the target called other tools than the recorded results answer. ``resumed`` answers were there before.
@@ -102,6 +103,7 @@ class RegenerateReport:
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     waiting: list[int] = field(default_factory=list)
+    written_by_another: bool = False
     seconds: float = 0.0
     new_tokens: int = 0
 
@@ -122,7 +124,7 @@ class RegenerateReport:
     def count(self, rewrite: Rewrite) -> None:
         """Count one conversation that has all its replies."""
         for reply in rewrite.replies:
-            self.answers += reply.drop not in ("prompt-too-long", "refused", "server-failed")
+            self.answers += reply.is_answer
             self.tokens += reply.tokens
             self.cut += reply.is_cut
         self.short += rewrite.is_short

@@ -34,6 +34,11 @@ class Reply:
     drop: str | None = None
     detail: str | None = None
 
+    @property
+    def is_answer(self) -> bool:
+        """Whether the target wrote anything."""
+        return self.drop not in ("prompt-too-long", "refused", "server-failed")
+
     def document(self) -> dict[str, Any]:
         """Its members that say something, as JSON holds them."""
         members = {key: getattr(self, key) for key in self.__dataclass_fields__}
@@ -99,6 +104,12 @@ class Rewrite:
         last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
         kept = last if turns == "last" else 0
         return cls(number, digest, messages[:kept], messages[kept:], conversation.tools, template_kwargs=kwargs)
+
+    @property
+    def so_far(self) -> Conversation:
+        """What the next answer follows."""
+        location = f"conversation {self.number + 1}"
+        return Conversation(location, self.done, self.tools, template_kwargs=self.template_kwargs)
 
     @staticmethod
     def has_slot(conversation: Conversation) -> bool:

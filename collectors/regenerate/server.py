@@ -11,8 +11,10 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from collectors.regenerate.answers import AnswersFolder
 from collectors.regenerate.options import RegenerateOptions
 from collectors.regenerate.rewrite import NO_QUESTION, AnswerAll, Beat, Recorded, Reply, Rewrite, Take
 from hiddenstore.console.text import plural
@@ -143,6 +145,7 @@ class _ServerRun:
 
     def __init__(self, server: ChatServer, options: RegenerateOptions, recorded: Recorded, take: Take) -> None:
         self._server, self._options, self._recorded, self._take = server, options, recorded, take
+        self._folder = AnswersFolder(Path(options.out), options.shard[1])
         self._lock, self._input_lock = threading.Lock(), threading.Lock()
         self._failed: list[tuple[Rewrite, UnansweredError]] = []
         # Refusals before the first answer: the request is wrong, or a few conversations are.
@@ -164,7 +167,8 @@ class _ServerRun:
             share = self._options.max_failure_share
             if self._failed and (not self._answers or len(self._failed) > share * self._conversations):
                 raise self._failing(f"more than max_failure_share={share:g} of {self._conversations}")
-            if self._refused and not self._answers:
+            # What no shard has an answer under is wrong; else these few conversations are.
+            if self._refused and not self._answers and not self._folder.holds_answers():
                 raise _all_refused(self._refused[-1][1])
             failures = [(rewrite, Reply(drop="server-failed", detail=str(error))) for rewrite, error in self._failed]
             for rewrite, reply in (*self._refused, *failures):
@@ -213,14 +217,14 @@ class _ServerRun:
             rewrite.advance()
             self._take(rewrite, reply)
             with self._lock:
-                self._answers += reply.drop not in ("refused", "server-failed")
+                self._answers += reply.is_answer
         while rewrite.advance() and not self._is_over:
             if not rewrite.done:
                 self._take(rewrite, NO_QUESTION)
                 return
             reply = self._server.reply(rewrite.done, rewrite.tools, self._seed(rewrite), rewrite.template_kwargs)
             with self._lock:
-                self._answers += reply.drop != "refused"
+                self._answers += reply.is_answer
                 if not self._answers:
                     self._refused.append((rewrite, reply))
                     if len(self._refused) >= REFUSALS_WITHOUT_ANSWER:

@@ -317,6 +317,10 @@ class ChatTemplate:
             )
         return texts[0], [tuple(pair) for pair in ranges[0]] if ranges else []
 
+    def prompt_ids(self, conversation: Conversation) -> list[int]:
+        """Token ids up to where the next answer begins. Raises as rendering does: one of ``RENDER_ERRORS``."""
+        return self._ids(self.render(conversation, prompt=True)[0])
+
     def prefixes(self, conversation: Conversation, text: str) -> Prefixes:
         """The conversation's text beside that of its first messages alone."""
 
@@ -379,12 +383,11 @@ class ChatTemplate:
         )
         if is_fast:
             return list(zip(encoded["input_ids"], map(spans_by_offset, encoded["offset_mapping"]), strict=True))
-
-        def encode(text: str) -> list[int]:
-            return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
         pairs = zip(texts, encoded["input_ids"], strict=True)
-        return [(ids, spans_by_encoding(text, ids, encode)) for text, ids in pairs]
+        return [(ids, spans_by_encoding(text, ids, self._ids)) for text, ids in pairs]
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _masked(
         self, conversation: Conversation, text: str, tagged: list[Range], ids: list[int], spans_of: Spans

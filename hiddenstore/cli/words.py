@@ -139,6 +139,13 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return revision_option(remote_code_option(adapter_option(command)))
 
 
+def opening_words(target: str, template: str | None, revision: str | None, trust_remote_code: bool) -> list[str]:
+    """``--target T`` as it was opened, for the next command: it would read other tokens otherwise, or refuse."""
+    options = (("--target", target), ("--template", template), ("--revision", revision))
+    words = [word for name, value in options if value for word in (name, value)]
+    return [*words, "--trust-remote-code"] if trust_remote_code else words
+
+
 def split_snapshot(text: str) -> tuple[str, str | None]:
     """Path and snapshot of ``path@name``; no snapshot where a folder has that very name."""
     path, at, snapshot = text.rpartition("@")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,29 @@ def test_plan_says_what_fits_where_the_chosen_recipe_does_not(
         assert "warning: safe needs " in told
         assert said in told
         assert "next: hiddenstore collect" not in told
+
+
+def test_the_next_commands_open_the_target_as_the_first_one_did(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, target: str
+) -> None:
+    def next_command(**named: str) -> list[str]:
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("next: hiddenstore ")]
+        return [named.get(word, word) for word in shlex.split(line)[2:]]
+
+    template, chats = tmp_path / "my own.jinja", tmp_path / "chats.jsonl"
+    template.write_text(TEMPLATE + "{# another one #}")
+    rows = [{"messages": [{"role": "user", "content": f"question {number}"}]} for number in range(4)]
+    chats.write_text("\n".join(map(json.dumps, rows)))
+    opened = ["--target", target, "--template", str(template)]
+    assert call("regenerate", str(chats), "-o", str(tmp_path / "a.jsonl"), *opened, "--max-new-tokens", "8") == 0
+    prepare = next_command(DATA=str(tmp_path / "data"))
+    assert prepare[-4:] == opened
+    assert call(*prepare, "--trust-remote-code") == 0
+    collect = next_command()
+    assert collect[-5:] == [*opened, "--trust-remote-code"]
+    assert call("plan", str(tmp_path / "data"), *collect[-5:], "--layers", "0,1") == 0
+    assert next_command(STORE=str(tmp_path / "data-store"))[4:] == [*collect[4:], "--recipe", "safe", "--layers", "0,1"]
+    assert call(*collect) == 0
 
 
 def test_collect_says_beforehand_that_the_disk_is_too_small_for_what_is_left(

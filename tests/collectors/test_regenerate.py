@@ -80,6 +80,13 @@ def test_greedy_answers_equal_the_argmax_of_plain_forwards(family: str) -> None:
             assert len(answer.token_ids) == 14
 
 
+@pytest.mark.parametrize("temperature", [1e-28, 1e-37, 1e-40, 5e-324])
+def test_answers_at_the_smallest_temperatures_are_the_greedy_ones(temperature: float) -> None:
+    target = tiny_target("llama")
+    greedy = answers_of(target, PROMPTS, Sampling(0, 6), "t")
+    assert answers_of(target, PROMPTS, Sampling(temperature, 6), "t") == greedy
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_prompts_read_a_few_rows_at_a_time_get_the_answers_that_they_get_alone(
     family: str, monkeypatch: pytest.MonkeyPatch

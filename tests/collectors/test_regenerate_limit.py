@@ -7,12 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from chat_double import Asked, ChatDouble, options, plain_answer
+from chat_double import Asked, ChatDouble, options, plain_answer, write
 
 from collectors.regenerate.job import regenerate
 from collectors.regenerate.options import RegenerateOptions
 from hiddenstore.console.progress import Progress
-from hiddenstore.errors import ConflictError, InterruptError
+from hiddenstore.errors import CaptureError, ConflictError, InterruptError
+
+BUNDLED = Path(__file__).parents[2] / "collectors" / "demo" / "target"
 
 
 def test_answers_that_meet_the_limit_are_shown_while_they_come_and_warned_of_early(
@@ -102,3 +104,13 @@ def test_a_server_is_asked_for_longer_answers_than_this_process_where_nobody_say
     regenerate(options(tmp_path, double, [[("user", "hi")]]))
     assert [asked["max_tokens"] for asked in double.asked] == [2048]
     assert RegenerateOptions(("x",), "y", target="t").limit == 256
+
+
+def test_prompts_that_leave_no_room_for_an_answer_ask_for_a_smaller_limit(tmp_path: Path) -> None:
+    chats = write(tmp_path / "chats.jsonl", [[("user", "hi")], [("user", "and?")]])
+    chosen = RegenerateOptions((chats,), tmp_path / "out.jsonl", str(BUNDLED), max_new_tokens=1024)
+    with pytest.raises(CaptureError, match=r"2 prompt-too-long; conversation 1: \d+ tokens of 1,024 leave") as caught:
+        regenerate(chosen)
+    folder = f"{chosen.out}.answers"
+    assert str(caught.value.hint).startswith(f"rm -r {folder} ")
+    assert "--max-new-tokens 512 say" in str(caught.value.hint)

@@ -1,5 +1,6 @@
 """Requests that a server refuses: each costs its own row, whenever it came, and all of them the run."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,23 @@ def test_a_request_refused_before_the_answers_that_were_kept_says_so_of_its_row(
     report = regenerate(chosen)
     assert (report.dropped, report.resumed) == ({"refused": 1}, 4)
     assert "fault 400" in report.examples["refused"]
+
+
+def test_a_shard_of_refused_conversations_alone_ends_once_another_has_answers(
+    tmp_path: Path, double: ChatDouble
+) -> None:
+    double.fault = lambda asked, _tries: "400" if asked["messages"][-1]["content"] == "first 1" else None
+    second = options(tmp_path, double, two_turns(3), shard=(2, 2))
+    with pytest.raises(ConfigError, match="every request was refused"):
+        regenerate(second)
+    assert regenerate(replace(second, shard=(1, 2))).waiting == [2]
+    report = regenerate(second)
+    assert report.dropped == {"refused": 1}
+    assert texts(report.out) == [expected(3)[0], expected(3)[2]]
+
+
+def test_shards_that_are_refused_everything_end_in_an_error_each(tmp_path: Path, double: ChatDouble) -> None:
+    double.fault = lambda _asked, _tries: "400"
+    for shard in ((1, 2), (2, 2), (1, 2)):
+        with pytest.raises(ConfigError, match="every request was refused"):
+            regenerate(options(tmp_path, double, two_turns(3), shard=shard))

@@ -94,6 +94,10 @@ def test_a_run_that_was_begun_before_checkpoints_were_compared_goes_on(options: 
     assert regenerate(options).resumed >= 2
 
 
+def rows_of(path: str | Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
 OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
@@ -106,7 +110,7 @@ def test_switches_of_all_answers_reach_the_chat_template_in_this_process_and_the
     with pytest.raises(CaptureError, match="4 refused"):
         regenerate(refused)
     regenerate(replace(options, out=tmp_path / "off.jsonl", extra=OFF))
-    rows = [json.loads(line) for line in (tmp_path / "off.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path / "off.jsonl")
     assert rows
     assert all(row["chat_template_kwargs"] == {"enable_thinking": False} for row in rows)
 
@@ -125,3 +129,31 @@ def test_members_that_no_answer_in_this_process_would_follow_are_refused(
     with pytest.raises(ConfigError, match=says) as caught:
         regenerate(replace(options, extra=extra))
     assert caught.value.kind == "option-invalid"
+
+
+def test_earlier_thoughts_stand_in_the_prompt_under_the_name_that_the_template_reads(
+    options: RegenerateOptions, tmp_path: Path
+) -> None:
+    thought = {"role": "assistant", "content": "two", "reasoning_content": "because"}
+    turns = [{"role": "user", "content": "one"}, thought, {"role": "user", "content": "three"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [*turns, {"role": "assistant", "content": "four"}]}))
+    template = tmp_path / "thoughts.jinja"
+    template.write_text("{% for m in messages if m.role == 'assistant' %}{{ m.reasoning + m.content }}{% endfor %}")
+    report = regenerate(replace(options, turns="last", template=str(template)))
+    assert (report.written, report.dropped) == (1, {})
+
+
+@pytest.mark.parametrize(
+    "words", [{"truncation": True, "max_length": 4}, {"padding": "max_length", "max_length": 90}, {"tokenize": False}]
+)
+def test_switches_of_a_row_reach_the_template_alone_and_never_the_tokenizer(
+    options: RegenerateOptions, tmp_path: Path, words: dict[str, Any]
+) -> None:
+    plain = replace(options, temperature=0.0)
+    regenerate(plain)
+    chats = tmp_path / "switched.jsonl"
+    rows = [{**row, "chat_template_kwargs": words} for row in rows_of(options.inputs[0])]
+    chats.write_text("\n".join(map(json.dumps, rows)))
+    switched = replace(plain, inputs=(str(chats),), out=tmp_path / "switched-out.jsonl")
+    assert regenerate(switched).written > 0
+    assert rows_of(switched.out) == [{**row, "chat_template_kwargs": words} for row in rows_of(plain.out)]
