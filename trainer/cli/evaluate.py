@@ -293,7 +293,7 @@ def _simulate(
     with Progress("eval", total=total, unit="tokens") as progress:
         results = simulate.evaluate(drafters, text, split, shapes, device=device, on_pack=progress.advance)
     if trained_on is None:
-        output().warn(f"{info.spec.store} is gone: the n-gram floor is made from the training split of {store}")
+        output().warn(f"{info.lost_store}: the n-gram floor is made from the training split of {store}")
     floor = simulate.floor(trained_on or text, results[0].texts, shapes[-1].length, split)
     sweep = [tally.row() | {"slot_accepted_length": tally.slot_accepted_length} for tally in results[0].tallies]
     document: dict[str, Any] = {"run": run, "step": drafters[0].step, "store": store, "split": split, **sweep[-1]}
