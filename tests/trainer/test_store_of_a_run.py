@@ -1,4 +1,4 @@
-"""What a run is judged by: the store it was trained on, all that it read of it, or none where another lies there now."""
+"""What a run is judged by: the store it was trained on, all that was read of it, or none where another lies there."""
 
 import json
 from pathlib import Path

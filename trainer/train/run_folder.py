@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hiddenstore import settings
 from hiddenstore.console.output import output
+from hiddenstore.data import Cursor
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.files.documents import seal, sha256_hex, unseal
 from hiddenstore.files.layout import kind_of
@@ -42,6 +43,7 @@ from trainer.presets import settings_file
 from trainer.settings import config_class, load_config, with_precision
 from trainer.train import checkpoint
 from trainer.train.checkpoint import DrafterSpec
+from trainer.train.epochs import epoch_snapshots, last_read, newest_until
 from trainer.train.log import METRICS
 from trainer.train.storage import CACHE_BYTES, Mirror, through_cache
 from trainer.train.track import require_trackers
@@ -153,14 +155,17 @@ def describe(run_or_checkpoint: str | Path) -> RunInfo:
 
 
 def training_store(info: RunInfo) -> Store | None:
-    """The store a run was trained on, at the run's snapshot; None when nothing or another store lies there now."""
+    """The store a run was trained on, at what its checkpoint has read; None when nothing or another store lies there
+    now."""
     path = info.run / SNAPSHOT
     if not path.is_file():
         return None
     snapshot = run_snapshot(info.run)
     fs = open_filesystem(info.spec.store)
     try:
-        return Store.open(fs, snapshot)
+        published = epoch_snapshots(fs, snapshot.name)
+        cursor = Cursor.from_json(checkpoint.read_state(info.checkpoint).cursor)
+        return Store.open(fs, newest_until(published, last_read(cursor)) or snapshot)
     except NotFoundError:
         return None
     except CorruptionError as error:
