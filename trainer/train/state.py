@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hiddenstore.console.output import output
-from hiddenstore.data import Cursor, SampleView, TokenBatches
+from hiddenstore.data import Cursor, TokenBatches
 from hiddenstore.data.view import WHOLE
 from hiddenstore.errors import ConfigError, CorruptionError, Kind, StorageError
 from hiddenstore.files.documents import seal, unseal
@@ -34,7 +34,7 @@ from trainer.losses.teacher import TargetInterface
 from trainer.parallel.context import ContextGroup, context_group
 from trainer.parallel.data_parallel import Ddp, full_state_dict, parallelize
 from trainer.parallel.group import ProcessGroup, limit_kernel_caches, require_own_gpus, uses_nccl
-from trainer.settings import config_class
+from trainer.settings import config_class, view_of
 from trainer.train import checkpoint
 from trainer.train.epochs import epoch_name, epoch_snapshots, newest_until
 from trainer.train.guard import BestCheckpoints, SpikeGuard
@@ -351,11 +351,6 @@ def _warn_of_idle_ranks(state: TrainState) -> None:
         f"{state.config.data.batch_tokens:,} tokens holds {sum(samples) / len(samples):.1f} samples; "
         f"try data.batch_tokens={enough}"
     )
-
-
-def view_of(config: TrainConfig) -> SampleView:
-    """What the settings train on of every sample."""
-    return SampleView(config.data.max_tokens, config.data.loss_on)
 
 
 def token_batches(
