@@ -233,3 +233,20 @@ def test_a_run_that_follows_is_judged_by_all_that_its_checkpoint_has_read(tmp_pa
         trained_on = training_store(describe(run / f"checkpoints/step-{step}"))
         assert trained_on is not None
         assert train_samples(trained_on) == samples
+
+
+def test_eval_vocab_and_export_data_read_of_a_snapshot_what_it_names(tmp_path: Path) -> None:
+    def document(*words: str) -> dict[str, object]:
+        result = CliRunner().invoke(main, [*words, "--json"])
+        assert result.exit_code == 0, result.stderr
+        return json.loads(result.stdout)
+
+    store, run, data = grow(tmp_path / "store", 3), str(tmp_path / "run"), str(tmp_path / "data")
+    store.save_snapshot("few")
+    grow(tmp_path / "store", 6)
+    few = f"{store.path}@few"
+    train(store.path, tmp_path / "run", words=[*WORDS, "train.max_steps=1"])
+    assert document("eval", run, few)["samples"] == len(store) - train_samples(store)
+    supervised = sum(entry.supervised for _, entry in store.entries if entry.split == "train")
+    assert document("vocab", few)["supervised_tokens"] == supervised
+    assert document("export-data", few, "--to", "specforge-dflash", "-o", data)["samples"] == len(store)

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from hiddenstore.cli.words import RUN, STORE, FiniteRange, cache_options, same_target_option, target_options
+from hiddenstore.cli.words import (
+    RUN,
+    STORE,
+    FiniteRange,
+    cache_options,
+    same_target_option,
+    split_snapshot,
+    target_options,
+)
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import CorruptionError
 
@@ -277,7 +285,8 @@ def _simulate(
 
     if best:
         run = str(best_checkpoint(Path(run)))
-    info, text = describe(run), Store.open(through_cache(store, cache, cache_bytes))
+    path, snapshot = split_snapshot(store)
+    info, text = describe(run), Store.open(through_cache(path, cache, cache_bytes), snapshot)
     trained_on = training_store(info)
     _require_its_target(run, info, text, trained_on, same_target)
     device = pick_device(device)
@@ -307,7 +316,7 @@ def _simulate(
     if live is not None:
         _keep_what_pays(document, info.run)
     judge(document, info)
-    output().hint("hiddenstore", "decode", run, *target_words(text.capture.target), "--prompts", store)
+    output().hint("hiddenstore", "decode", run, *target_words(text.capture.target), "--prompts", path)
 
 
 def _require_its_target(
