@@ -1,6 +1,7 @@
 """What a run is judged by: the store it was trained on, all that was read of it, or none where another lies there."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,25 @@ def test_a_damaged_store_that_knows_the_run_is_not_taken_for_another(tmp_path: P
     next((store / "commits").glob("*.json")).unlink()
     with pytest.raises(CorruptionError):
         training_store(describe(run))
+
+
+def test_a_drafter_below_the_floor_is_told_to_train_on_only_where_its_store_is_left(tmp_path: Path) -> None:
+    store, run = trained(tmp_path, "optim.lr=1e-9")
+    for moved in (False, True):
+        place = store.rename(tmp_path / "original") if moved else store
+        said = " ".join(typed("eval", run, place).stderr.split())
+        assert "more steps usually help" in said
+        assert ("hiddenstore train" in said) != moved
+
+
+def test_the_advice_below_the_floor_lets_a_run_go_on_that_ran_out_of_patience(tmp_path: Path) -> None:
+    wild = ("optim.lr=3", "optim.schedule=constant", "train.spike_factor=none")
+    store, run = trained(tmp_path, *wild, "train.max_steps=60", "train.patience=1", "train.validate_every=1")
+    reached = describe(run).spec.step
+    assert reached < 60
+    advice = re.search(
+        r"hiddenstore (train .*train\.patience=none)", " ".join(typed("eval", run, store).stderr.split())
+    )
+    assert advice is not None
+    typed(*advice[1].replace("max_steps=100", f"max_steps={reached + 1}").split())
+    assert describe(run).spec.step == reached + 1

@@ -116,7 +116,7 @@ def decode(
     }
     output().data(document, human=lambda: _show(document))
     _write_answers(answers, result, islice(copy, result.tried), live)
-    judge(document, info)
+    judge(document, info, store)
     _warn_of_prompts(prompts, unusable, len(result.prompts), count)
     _judge(document, live.identity.dtype)
     output().hint("hiddenstore", "export", run, "--engine", "vllm", "-o", "drafter")
