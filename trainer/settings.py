@@ -105,7 +105,7 @@ def _named_view(file: str | Path | None, words: Sequence[str]) -> SampleView:
         next((str(value) for _, value in settings.assignments(f"data.{key}", file, words)[-1:]), "")
         for key in ("max_tokens", "loss_on")
     )
-    loss_on = next((known for known in get_args(LossChoice) if known == choice), WHOLE.loss_on)
+    loss_on = next((value for value in get_args(LossChoice) if value == choice), WHOLE.loss_on)
     return SampleView(int(cut) if cut.isdecimal() else None, loss_on)
 
 

@@ -7,14 +7,14 @@ from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.catalog import saved_snapshots
 
 
-def epoch_name(own: str, epoch: int | str) -> str:
-    """The name that the snapshot of an epoch has. ``own``: that of the run's snapshot."""
-    return f"{own}.epoch-{epoch}"
+def epoch_name(first: str, epoch: int | str) -> str:
+    """The name that the snapshot of an epoch has. ``first``: that of the run's own snapshot."""
+    return f"{first}.epoch-{epoch}"
 
 
-def epoch_snapshots(fs: Filesystem, own: str) -> dict[int, str]:
+def epoch_snapshots(fs: Filesystem, first: str) -> dict[int, str]:
     """Names of those published in a store, by epoch."""
-    prefix = epoch_name(own, "")
+    prefix = epoch_name(first, "")
     return {
         int(number): name
         for name in saved_snapshots(fs)

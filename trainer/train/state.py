@@ -94,11 +94,11 @@ class TrainState:
 
     def _snapshot_at(self, cursor: Cursor, begins: bool) -> str:
         """Name of the published snapshot that the epoch of ``cursor`` reads; empty for the run's own."""
-        own = run_snapshot(self.path).name
-        published = epoch_snapshots(self.store.fs, own)
+        first = run_snapshot(self.path).name
+        published = epoch_snapshots(self.store.fs, first)
         if begins and cursor.epoch and cursor.epoch not in published:
             try:
-                name = epoch_name(own, cursor.epoch)
+                name = epoch_name(first, cursor.epoch)
                 self.options.open_store().save_snapshot(name)
             except (StorageError, CorruptionError) as error:
                 output().warn(f"epoch {cursor.epoch + 1} reads no more than the one before it: {error.message}")
