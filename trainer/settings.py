@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from pydantic import Field, create_model
@@ -16,6 +16,7 @@ from pydantic import Field, create_model
 from hiddenstore import settings
 from hiddenstore.console.output import output
 from hiddenstore.console.text import size
+from hiddenstore.data import WHOLE, SampleView
 from hiddenstore.data.order import Order, global_batches
 from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.files.documents import foreign_json
@@ -25,6 +26,7 @@ from hiddenstore.store import Store
 from hiddenstore.targets.load import pick_device
 from hiddenstore.targets.matmul import bf16_pays
 from hiddenstore.threads import local_ranks
+from schemas.prepared import LossChoice
 from trainer.attention.rope import inherited_scaling
 from trainer.config import DrafterConfig, LoopConfig, TrainConfig
 from trainer.drafters import drafter_kind
@@ -74,9 +76,8 @@ def load_config(
     """Settings for a run over ``store``. ``start``: those of the drafter to start from, which then are the defaults.
     Raises ConfigError: every unknown or invalid setting at once, or ``drafter-contradiction``."""
     name = _drafter_name(drafter, file, words, start)
-    cuts = [str(value) for _, value in settings.assignments("data.max_tokens", file, words)[-1:]]
-    cut = next((int(cut) for cut in cuts if cut.isdecimal()), None)
-    defaults = derived(store, name, cut)
+    view = _named_view(file, words)
+    defaults = derived(store, name, view)
     images = {key: value for key, value in defaults["drafter"].items() if key == IMAGE_TOKEN}
     if start is not None:
         defaults["drafter"] = start.model_dump(mode="json", exclude={"vocab_file"}) | images
@@ -87,7 +88,7 @@ def load_config(
         if str(batch_tokens).isdecimal() and int(batch_tokens) > 0:
             # A smaller batch is one smaller pack; a larger one is several.
             smaller = min(defaults["data"]["pack_tokens"], int(batch_tokens))
-            defaults["data"]["pack_tokens"] = max(smaller, longest_sample(store, cut))
+            defaults["data"]["pack_tokens"] = max(smaller, longest_sample(store, view.max_tokens))
     config = settings.load(config_class(name), file, words, defaults)
     longest = longest_sample(store, config.data.max_tokens)
     if not settings.assignments("data.pack_tokens", file, words):
@@ -96,6 +97,21 @@ def load_config(
     if settings.assignments("optim.lr", file, words):
         return config
     return config.model_copy(update={"optim": config.optim.model_copy(update={"lr": derived_lr(store, config)})})
+
+
+def _named_view(file: str | Path | None, words: Sequence[str]) -> SampleView:
+    """What file and words train on of every sample, as far as they say it rightly; `settings.load` refuses the rest."""
+    cut, choice = (
+        next((str(value) for _, value in settings.assignments(f"data.{key}", file, words)[-1:]), "")
+        for key in ("max_tokens", "loss_on")
+    )
+    loss_on = next((value for value in get_args(LossChoice) if value == choice), WHOLE.loss_on)
+    return SampleView(int(cut) if cut.isdecimal() else None, loss_on)
+
+
+def view_of(config: TrainConfig) -> SampleView:
+    """What the settings train on of every sample."""
+    return SampleView(config.data.max_tokens, config.data.loss_on)
 
 
 def longest_sample(store: "Store", max_tokens: int | None = None) -> int:
@@ -203,8 +219,8 @@ def _drafter_name(flag: str | None, file: str | Path | None, words: Sequence[str
     return named[0][1] if named else "eagle3"
 
 
-def derived(store: "Store", drafter: str = "eagle3", max_tokens: int | None = None) -> dict[str, Any]:
-    """Defaults that follow from the target and the longest sample of a store, of at most ``max_tokens``."""
+def derived(store: "Store", drafter: str = "eagle3", view: SampleView = WHOLE) -> dict[str, Any]:
+    """Defaults that follow from the target and from what ``view`` leaves of the samples of a store."""
     target = store.capture.target
     shape = _target_shape(store)
     facts = TargetFacts(
@@ -215,7 +231,7 @@ def derived(store: "Store", drafter: str = "eagle3", max_tokens: int | None = No
         tuple(store.capture.aux_layers),
         partial(_target_file, store),
     )
-    longest = longest_sample(store, max_tokens)
+    longest = longest_sample(store, view.max_tokens)
     batch_tokens, _ = _batch(store)
     common = {
         "data": {"batch_tokens": batch_tokens, "pack_tokens": max(min(batch_tokens, MOST_PACK_TOKENS), longest)},
@@ -228,7 +244,7 @@ def derived(store: "Store", drafter: str = "eagle3", max_tokens: int | None = No
     for section, values in drafter_kind(drafter).derive(facts).items():
         common.setdefault(section, {}).update(values)
     if "vocab_size" not in common["drafter"]:
-        common["drafter"]["vocab_size"] = _covering_size(store)
+        common["drafter"]["vocab_size"] = _covering_size(store, view)
     return {section: values for section, values in common.items() if values}
 
 
@@ -257,7 +273,7 @@ def reasons(store: "Store", config: TrainConfig) -> dict[str, str]:
         pack = f"as far as memory goes: about {size(activation_bytes(config))} a token"
     elif data.pack_tokens == longest:
         pack = "the longest sample"
-    every = {f"{section}.{key}" for section, values in derived(store, name).items() for key in values}
+    every = {f"{section}.{key}" for section, values in derived(store, name, view_of(config)).items() for key in values}
     why = dict.fromkeys(every, f"what {name} takes of this target and store")
     facts = TargetFacts(target.hidden_size, target.num_layers, target.vocab_size, {}, (), partial(_target_file, store))
     start = "" if config.train.init_from is None else "as the drafter that it starts from"
@@ -278,13 +294,13 @@ def _rate_reason(store: "Store", config: TrainConfig) -> str:
     return f"{default_lr(width):g} at width {width:,}{short if factor > 1 else ''}"
 
 
-def _covering_size(store: "Store") -> int:
-    """Tokens of the smallest draft vocabulary that holds ``VOCAB_COVERAGE`` of the store's supervised ones, between
-    4,096 and the field's usual 32,000, in whole groups of 64, as kernels like them."""
+def _covering_size(store: "Store", view: SampleView) -> int:
+    """Tokens of the smallest draft vocabulary that holds ``VOCAB_COVERAGE`` of those that teach in this view of the
+    store, between 4,096 and the field's usual 32,000, in whole groups of 64, as kernels like them."""
     target_vocab = store.capture.target.vocab_size
     if target_vocab <= FULL_VOCAB_LIMIT:
         return target_vocab
-    covered = np.sort(count_store(store, target_vocab))[::-1].cumsum()
+    covered = np.sort(count_store(store, target_vocab, view))[::-1].cumsum()
     size = 1 + int(np.searchsorted(covered, VOCAB_COVERAGE * covered[-1]))
     return min(USUAL_VOCAB, max(FEWEST_VOCAB, -(-size // 64) * 64))
 

@@ -25,6 +25,7 @@ from tests.collectors.tiny import save_target
 from tests.trainer.runs import WORDS
 from trainer.train.log import RunLog, StepMetrics
 from trainer.train.loop import train
+from trainer.train.run_folder import describe, training_store
 
 FOLLOW = [
     *WORDS, "data.batch_tokens=80", "train.follow=true", "train.max_steps=18", "train.checkpoint_every=5",
@@ -218,3 +219,34 @@ def test_gc_leaves_the_segments_that_a_run_reads_a4(tmp_path: Path) -> None:
     for path in (tmp_path / "store/snapshots").iterdir():
         path.unlink()
     assert [item.path for item in gc(store.path, older_than_s=0).remove] == [record.segment]
+
+
+def test_a_run_that_follows_is_judged_by_all_that_its_checkpoint_has_read(tmp_path: Path, at_step) -> None:
+    """The second step ends the first epoch, and the third is of what the store has grown to."""
+    store, run = tmp_path / "store", tmp_path / "run"
+    first = train_samples(grow(store, 3))
+    at_step({1: lambda: grow(store, 12)})
+    train(store, run, words=[*FOLLOW, "train.max_steps=4", "train.checkpoint_every=1", "train.keep=4"])
+    (begun,) = epochs(run)
+    grow(store, 14)
+    for step, samples in ((1, first), (2, first), (3, begun["samples"]), (4, begun["samples"])):
+        trained_on = training_store(describe(run / f"checkpoints/step-{step}"))
+        assert trained_on is not None
+        assert train_samples(trained_on) == samples
+
+
+def test_eval_vocab_and_export_data_read_of_a_snapshot_what_it_names(tmp_path: Path) -> None:
+    def document(*words: str) -> dict[str, object]:
+        result = CliRunner().invoke(main, [*words, "--json"])
+        assert result.exit_code == 0, result.stderr
+        return json.loads(result.stdout)
+
+    store, run, data = grow(tmp_path / "store", 3), str(tmp_path / "run"), str(tmp_path / "data")
+    store.save_snapshot("few")
+    grow(tmp_path / "store", 6)
+    few = f"{store.path}@few"
+    train(store.path, tmp_path / "run", words=[*WORDS, "train.max_steps=1"])
+    assert document("eval", run, few)["samples"] == len(store) - train_samples(store)
+    supervised = sum(entry.supervised for _, entry in store.entries if entry.split == "train")
+    assert document("vocab", few)["supervised_tokens"] == supervised
+    assert document("export-data", few, "--to", "specforge-dflash", "-o", data)["samples"] == len(store)

@@ -102,7 +102,7 @@ def test_a_run_whose_store_is_gone_has_a_page_without_acceptance_and_says_so(wor
     out = tmp_path / "run.html"
     made = typed("report", str(tmp_path / "run"), "-o", str(out))
     assert made.exit_code == 0, made.stderr
-    assert "is gone" in made.stderr
+    assert "no longer holds what" in made.stderr
     html = out.read_text(encoding="utf-8")
     assert "acceptance was not measured" in html
     assert "Drafted text" not in html

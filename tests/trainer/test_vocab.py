@@ -12,7 +12,11 @@ import torch
 from hiddenstore.cli import main
 from hiddenstore.data import WHOLE
 from hiddenstore.errors import ConfigError, CorruptionError, NotFoundError
+from hiddenstore.records import Sample, sample_id
+from hiddenstore.testing import builders
 from hiddenstore.testing.builders import make_store
+from tests.trainer.runs import store_of
+from trainer import settings
 from trainer.vocab import DraftVocab, count_store, count_tokens, coverage, coverage_curve, curve_sizes
 
 
@@ -144,3 +148,23 @@ def test_a_curve_is_not_drawn_without_matplotlib_and_says_how_to_get_it(
     message = capsys.readouterr().err
     assert "--plot needs matplotlib, which is not installed  [not-installed]" in message
     assert "fix: pip install" in message
+
+
+@pytest.mark.parametrize("words", [(), ("data.loss_on=all",), ("data.loss_on=all", "data.max_tokens=90")])
+def test_the_derived_vocabulary_covers_98_percent_of_what_the_settings_teach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """Questions of any of 40,000 tokens, answers of 64."""
+    monkeypatch.setattr(builders, "VOCAB", 40000)
+    monkeypatch.setattr(settings, "FEWEST_VOCAB", 64)
+    dice, samples = np.random.default_rng(0), list[Sample]()
+    for number in range(8):
+        ids = np.concatenate([dice.integers(0, 40000, 200), dice.integers(0, 64, 20)]).astype(np.int32)
+        mask = (np.arange(220) >= 200).astype(np.uint8)
+        spans = np.array([[1, 0, 200], [2, 200, 220]], dtype=np.int32)
+        samples.append(Sample(sample_id(ids, mask), ids, mask, spans, "train", f"made:{number}"))
+    store = store_of(tmp_path, samples)
+    config = settings.load_config(store, "eagle3", words=words)
+    counts, size = count_store(store, 40000, settings.view_of(config)), config.drafter.vocab_size
+    fewer = coverage(DraftVocab.of_counts(counts, size - 64), counts) if size > 64 else 0
+    assert fewer < 0.98 <= coverage(DraftVocab.of_counts(counts, size), counts)

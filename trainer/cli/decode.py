@@ -116,14 +116,14 @@ def decode(
     }
     output().data(document, human=lambda: _show(document))
     _write_answers(answers, result, islice(copy, result.tried), live)
-    judge(document, info)
+    judge(document, info, store)
     _warn_of_prompts(prompts, unusable, len(result.prompts), count)
     _judge(document, live.identity.dtype)
     output().hint("hiddenstore", "export", run, "--engine", "vllm", "-o", "drafter")
 
 
 def _training_store(info: "RunInfo", live: "LiveTarget") -> "Store | None":
-    """The store of the run, once the target was found to give its states; None where it is gone."""
+    """The store of the run, once the target was found to give its states; None where it is lost."""
     from hiddenstore.verify.profile import NO_PROFILE, is_another_checkpoint, unstated_warning
     from trainer.drafters import refuse_target
     from trainer.evaluate.target import require_stored_states
@@ -132,10 +132,8 @@ def _training_store(info: "RunInfo", live: "LiveTarget") -> "Store | None":
     store, trained_for = training_store(info), info.spec.target
     if store is None:
         differences = [NO_PROFILE] if is_another_checkpoint(trained_for, live.identity) else []
-        refuse_target(differences, f"{info.spec.store} is gone, and target {live.identity.name} is another checkpoint")
-        output().warn(
-            f"{info.spec.store} is gone, so there is no n-gram floor, and the target's states were not compared"
-        )
+        refuse_target(differences, f"{info.lost_store}, and target {live.identity.name} is another checkpoint")
+        output().warn(f"{info.lost_store}: there is no n-gram floor, and the target's states were not compared")
     has_profile = store is not None and require_stored_states(live, store)
     if warning := unstated_warning(trained_for, live.identity, has_profile):
         output().warn(warning)

@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from hiddenstore.cli.words import RUN, STORE, FiniteRange, cache_options, same_target_option, target_options
+from hiddenstore.cli.words import (
+    RUN,
+    STORE,
+    FiniteRange,
+    cache_options,
+    same_target_option,
+    split_snapshot,
+    target_options,
+)
 from hiddenstore.console.output import common_options, examples, output
-from hiddenstore.errors import CorruptionError
+from hiddenstore.errors import CorruptionError, HiddenstoreError
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store
@@ -71,7 +79,7 @@ def floor_members(floor: "NgramFloor | None") -> dict[str, Any]:
     }
 
 
-def judge(document: dict[str, Any], info: "RunInfo") -> None:
+def judge(document: dict[str, Any], info: "RunInfo", trained_on: "Store | None") -> None:
     """Warn where a table of what usually comes next is accepted as much as the drafter, and where the run overfits."""
     from trainer.train.log import read_curves
 
@@ -84,12 +92,29 @@ def judge(document: dict[str, Any], info: "RunInfo") -> None:
     length, floor = document["accepted_length"], document["ngram_accepted_length"]
     # Drafts that were drawn are accepted by another rule than the floor's.
     if floor is not None and length <= floor and not document.get("temperature"):
-        steps = max(2 * document["step"], 100)
-        again = ["hiddenstore", "train", info.spec.store, "-o", str(info.run), "--resume", f"train.max_steps={steps}"]
         output().warn(
             f"the drafter's {length:.3f} does not beat the n-gram floor of {floor:.3f}: so far a lookup table does as "
-            f"well as what it read in the hidden states; more steps usually help: {shlex.join(again)}"
+            "well as what it read in the hidden states; more steps usually help"
+            f"{'' if trained_on is None else _more_steps(info)}"
         )
+
+
+def _more_steps(info: "RunInfo") -> str:
+    """The command that has a run go on for twice its steps, also where it ran out of patience, or why none would."""
+    from hiddenstore import settings
+    from trainer.settings import config_class
+    from trainer.train.checkpoint import latest, read_state
+    from trainer.train.guard import BestCheckpoints
+    from trainer.train.run_folder import CONFIG, drafter_name
+
+    try:
+        newest = read_state(latest(info.run) or info.checkpoint)
+        loop = settings.load(config_class(drafter_name(info.run)), info.run / CONFIG).train
+    except HiddenstoreError as error:
+        return f", but {error.message}"
+    words = ["--resume", f"train.max_steps={max(2 * newest.step, 100)}"]
+    words += ["train.patience=none"] if BestCheckpoints(loop, newest.standing).is_out_of_patience else []
+    return f": {shlex.join(['hiddenstore', 'train', info.spec.store, '-o', str(info.run), *words])}"
 
 
 def acceptance_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
@@ -277,7 +302,8 @@ def _simulate(
 
     if best:
         run = str(best_checkpoint(Path(run)))
-    info, text = describe(run), Store.open(through_cache(store, cache, cache_bytes))
+    path, snapshot = split_snapshot(store)
+    info, text = describe(run), Store.open(through_cache(path, cache, cache_bytes), snapshot)
     trained_on = training_store(info)
     _require_its_target(run, info, text, trained_on, same_target)
     device = pick_device(device)
@@ -293,7 +319,7 @@ def _simulate(
     with Progress("eval", total=total, unit="tokens") as progress:
         results = simulate.evaluate(drafters, text, split, shapes, device=device, on_pack=progress.advance)
     if trained_on is None:
-        output().warn(f"{info.spec.store} is gone: the n-gram floor is made from the training split of {store}")
+        output().warn(f"{info.lost_store}: the n-gram floor is made from the training split of {store}")
     floor = simulate.floor(trained_on or text, results[0].texts, shapes[-1].length, split)
     sweep = [tally.row() | {"slot_accepted_length": tally.slot_accepted_length} for tally in results[0].tallies]
     document: dict[str, Any] = {"run": run, "step": drafters[0].step, "store": store, "split": split, **sweep[-1]}
@@ -306,8 +332,8 @@ def _simulate(
     output().data(document, human=lambda: _show_simulated(document))
     if live is not None:
         _keep_what_pays(document, info.run)
-    judge(document, info)
-    output().hint("hiddenstore", "decode", run, *target_words(text.capture.target), "--prompts", store)
+    judge(document, info, trained_on)
+    output().hint("hiddenstore", "decode", run, *target_words(text.capture.target), "--prompts", path)
 
 
 def _require_its_target(

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.words import RUN, STORE, FiniteRange, Name, layers_option
+from hiddenstore.cli.words import RUN, STORE, FiniteRange, Name, layers_option, open_store, split_snapshot
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.dumps import LAYOUTS, SHORT_NAMES
 from hiddenstore.fs import require_local
@@ -208,9 +208,8 @@ def export_data(store: str, name: str, out: str, layers: tuple[int, ...] | None,
     from hiddenstore.dumps import get_layout
     from hiddenstore.dumps.common import export_samples
     from hiddenstore.dumps.speculators import train_command
-    from hiddenstore.store import Store
 
-    source = Store.open(store)
+    source = open_store(store)
     total = sum(entry.tokens for _, entry in source.entries)
     scope = get_layout(name), layers, missing_final
     with Progress("export-data", total=total, unit="tokens") as progress:
@@ -219,7 +218,7 @@ def export_data(store: str, name: str, out: str, layers: tuple[int, ...] | None,
     if exported.zero_rows:
         rows = f"{exported.zero_rows:,} of {exported.tokens:,} rows"
         output().warn(f"{rows} of the final hidden are zeros: the store lacks them")
-    if command := train_command(exported, store):
+    if command := train_command(exported, split_snapshot(store)[0]):
         output().hint(*command)
 
 

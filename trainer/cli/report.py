@@ -116,7 +116,7 @@ def _run_page(path: str, samples: int, measure: int, draft_len: int) -> "Page":
     store = training_store(info)
     measured = None
     if store is None:
-        output().warn(f"{info.spec.store} is gone: acceptance is not measured, and no text is shown")
+        output().warn(f"{info.lost_store}: acceptance is not measured, and no text is shown")
     else:
         with Progress("report", unit="tokens") as progress:
             measured = measure_run(info, store, measure, draft_len, progress.advance)

@@ -252,7 +252,7 @@ def vocab(store: str, size: int, out: str | None, existing: str | None, curve: b
     never proposes a token outside it: 99 % coverage means that one token in a hundred ends a draft. The curve says how
     much each larger vocabulary, and so each larger LM head of the drafter, would add.
     """
-    fs = open_filesystem(store)
+    fs = open_filesystem(split_snapshot(store)[0])
     if fs.size(STORE_JSON) is None and fs.size(DATA_JSON) is None:
         raise missing("store", fs.root)
     from trainer.vocab import DraftVocab, coverage, coverage_curve, curve_sizes
@@ -290,14 +290,13 @@ def vocab(store: str, size: int, out: str | None, existing: str | None, curve: b
 def _token_counts(location: str) -> "tuple[np.ndarray, bool]":
     """How often each token of the target is supervised in the training split of a store, or of prepared data."""
     from hiddenstore.inputs import PreparedInput
-    from hiddenstore.store import Store
     from trainer.vocab import count_store, count_tokens
 
     if kind_of(location) == "data":
         prepared = PreparedInput.open(location)
         samples = ((one.input_ids, one.loss_mask) for one in prepared.samples() if one.split == "train")
         return count_tokens(samples, prepared.info.vocab_size), True
-    opened = Store.open(location)
+    opened = open_store(location)
     return count_store(opened, opened.capture.target.vocab_size), False
 
 

@@ -27,7 +27,7 @@ from hiddenstore.process import Drain, drain_on_signal, from_environment, peak_b
 from trainer.parallel.data_parallel import unsharded
 from trainer.parallel.group import ProcessGroup, process_group
 from trainer.presets import settings_file
-from trainer.settings import derived, derived_lr, rank_settings, value_text
+from trainer.settings import derived, derived_lr, rank_settings, value_text, view_of
 from trainer.train import checkpoint
 from trainer.train.log import METRICS, RunLog, read_curves
 from trainer.train.optim import orthogonal
@@ -102,7 +102,7 @@ def _settings_grid(state: TrainState) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    defaults = derived(state.store, state.config.drafter.name, state.config.data.max_tokens)
+    defaults = derived(state.store, state.config.drafter.name, view_of(state.config))
     if state.config.train.init_from is not None:
         defaults["drafter"] = state.config.drafter.model_dump(mode="json", include=set(defaults["drafter"]))
     resolved = state.config.model_dump(mode="json")

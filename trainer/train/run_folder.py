@@ -15,13 +15,16 @@ from torch import Tensor
 
 from hiddenstore import settings
 from hiddenstore.console.output import output
+from hiddenstore.data import Cursor
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.files.documents import seal, sha256_hex, unseal
 from hiddenstore.files.layout import kind_of
 from hiddenstore.files.lock import FolderLock
+from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.disk import read_whole
 from hiddenstore.fs.publish import make_folder, new_folder, replace_file, tree_files
 from hiddenstore.fs.seam import storage_error
+from hiddenstore.index.catalog import saved_snapshots
 from hiddenstore.index.table import SPLITS
 from hiddenstore.records import facts_table
 from hiddenstore.store import Store
@@ -40,6 +43,7 @@ from trainer.presets import settings_file
 from trainer.settings import config_class, load_config, with_precision
 from trainer.train import checkpoint
 from trainer.train.checkpoint import DrafterSpec
+from trainer.train.epochs import epoch_snapshots, last_read, newest_until
 from trainer.train.log import METRICS
 from trainer.train.storage import CACHE_BYTES, Mirror, through_cache
 from trainer.train.track import require_trackers
@@ -127,6 +131,11 @@ class RunInfo:
         facts = {"drafter": drafter.name, "step": spec.step, "target": spec.target.name, "store": spec.store}
         return facts_table(f"Run {self.run}", {**facts, "aux layers": ", ".join(map(str, drafter.aux_layers))})
 
+    @property
+    def lost_store(self) -> str:
+        """What is said where ``training_store`` gives none."""
+        return f"{self.spec.store} no longer holds what {self.run} was trained on"
+
     def vocab(self, target_size: int) -> DraftVocab:
         """Its draft vocabulary, out of the ``target_size`` tokens of its target; raises as ``vocab_of``."""
         return vocab_of(self.run, target_size)
@@ -146,14 +155,25 @@ def describe(run_or_checkpoint: str | Path) -> RunInfo:
 
 
 def training_store(info: RunInfo) -> Store | None:
-    """The store a run was trained on, at the run's snapshot; None when it is not there any more."""
+    """The store a run was trained on, at what its checkpoint has read; None when nothing or another store lies there
+    now."""
     path = info.run / SNAPSHOT
     if not path.is_file():
         return None
+    snapshot = run_snapshot(info.run)
+    fs = open_filesystem(info.spec.store)
     try:
-        return Store.open(info.spec.store, run_snapshot(info.run))
+        published = epoch_snapshots(fs, snapshot.name)
+        cursor = Cursor.from_json(checkpoint.read_state(info.checkpoint).cursor)
+        return Store.open(fs, newest_until(published, last_read(cursor)) or snapshot)
     except NotFoundError:
         return None
+    except CorruptionError as error:
+        # The store itself knows the run by its snapshot, which keeps what it names.
+        is_another = snapshot.name not in saved_snapshots(fs)
+        if is_another and error.kind in (Kind.COMMIT_MISSING, Kind.SNAPSHOT_MISMATCH):
+            return None
+        raise
 
 
 def run_snapshot(run: Path) -> Snapshot:

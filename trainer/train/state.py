@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from hiddenstore.console.output import output
-from hiddenstore.data import Cursor, SampleView, TokenBatches
+from hiddenstore.data import Cursor, TokenBatches
 from hiddenstore.data.view import WHOLE
 from hiddenstore.errors import ConfigError, CorruptionError, Kind, StorageError
 from hiddenstore.files.documents import seal, unseal
 from hiddenstore.files.lock import FolderLock
-from hiddenstore.index.catalog import saved_snapshots
 from hiddenstore.index.table import SPLITS
 from hiddenstore.store import Store
 from hiddenstore.targets.load import pick_device
@@ -35,8 +34,9 @@ from trainer.losses.teacher import TargetInterface
 from trainer.parallel.context import ContextGroup, context_group
 from trainer.parallel.data_parallel import Ddp, full_state_dict, parallelize
 from trainer.parallel.group import ProcessGroup, limit_kernel_caches, require_own_gpus, uses_nccl
-from trainer.settings import config_class
+from trainer.settings import config_class, view_of
 from trainer.train import checkpoint
+from trainer.train.epochs import epoch_name, epoch_snapshots, newest_until
 from trainer.train.guard import BestCheckpoints, SpikeGuard
 from trainer.train.optim import Optimizer
 from trainer.train.run_folder import (
@@ -94,21 +94,17 @@ class TrainState:
 
     def _snapshot_at(self, cursor: Cursor, begins: bool) -> str:
         """Name of the published snapshot that the epoch of ``cursor`` reads; empty for the run's own."""
-        prefix = f"{run_snapshot(self.path).name}.epoch-"
-        published = {
-            int(number): name
-            for name in saved_snapshots(self.store.fs)
-            if name.startswith(prefix) and (number := name.removeprefix(prefix)).isdecimal()
-        }
+        first = run_snapshot(self.path).name
+        published = epoch_snapshots(self.store.fs, first)
         if begins and cursor.epoch and cursor.epoch not in published:
             try:
-                name = f"{prefix}{cursor.epoch}"
+                name = epoch_name(first, cursor.epoch)
                 self.options.open_store().save_snapshot(name)
             except (StorageError, CorruptionError) as error:
                 output().warn(f"epoch {cursor.epoch + 1} reads no more than the one before it: {error.message}")
             else:
                 return name
-        return published[max(numbers)] if (numbers := [n for n in published if n <= cursor.epoch]) else ""
+        return newest_until(published, cursor.epoch) or ""
 
     @property
     def path(self) -> Path:
@@ -355,11 +351,6 @@ def _warn_of_idle_ranks(state: TrainState) -> None:
         f"{state.config.data.batch_tokens:,} tokens holds {sum(samples) / len(samples):.1f} samples; "
         f"try data.batch_tokens={enough}"
     )
-
-
-def view_of(config: TrainConfig) -> SampleView:
-    """What the settings train on of every sample."""
-    return SampleView(config.data.max_tokens, config.data.loss_on)
 
 
 def token_batches(
