@@ -18,7 +18,7 @@ import torch
 from hiddenstore.cli import main
 from hiddenstore.data import TokenBatches
 from hiddenstore.errors import CaptureError, ConfigError, ConflictError, InterruptError, StorageError
-from hiddenstore.records import sample_id
+from hiddenstore.records import Sample, sample_id
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_samples, make_store
 from tests.forked import Forked
@@ -102,6 +102,51 @@ def test_a_validation_split_that_supervises_nothing_is_said_and_refused_where_a_
     train(made.path, tmp_path / "run", words=words)
     assert "teaches: nothing is validated" in capsys.readouterr().err
     assert all("validation" not in line for line in lines(tmp_path / "run"))
+
+
+SHORT = [word for word in ON_CPU if not word.startswith(("loss.", "drafter.vocab_size"))]
+BLOCKS = ["drafter.mask_token_id=0", "drafter.num_layers=1"]
+
+
+def answered(samples: list[Sample], *splits: str) -> list[Sample]:
+    """The same with answers of one token, in the splits named, which an end token outside the mask follows."""
+    short = []
+    for one in samples:
+        mask = np.zeros_like(one.loss_mask)
+        mask[-2] = 1
+        is_short = one.split in splits
+        short.append(replace(one, id=sample_id(one.input_ids, mask), loss_mask=mask) if is_short else one)
+    return short
+
+
+@pytest.mark.parametrize(("drafter", "words"), [("dflash", BLOCKS), ("medusa", [])])
+def test_answers_of_which_a_drafter_takes_no_token_are_refused_before_the_run_is_made(
+    drafter: str, words: list[str], tmp_path: Path
+) -> None:
+    made = store_of(tmp_path, answered(make_samples(10), "train", "validation"))
+    with pytest.raises(ConfigError, match=rf"no token of the training split of .* teaches {drafter}") as caught:
+        train(made.path, tmp_path / "run", drafter=drafter, words=[*SHORT, *words])
+    assert caught.value.kind == "mask-empty"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_block_longer_than_every_sample_is_refused_before_the_run_is_made(store: Store, tmp_path: Path) -> None:
+    words = [*SHORT, *BLOCKS, "drafter.block_size=300", "loss.anchor_rule=whole"]
+    with pytest.raises(ConfigError, match="teaches dflash under its loss") as caught:
+        train(store.path, tmp_path / "run", drafter="dflash", words=words)
+    assert "block_size" in str(caught.value.hint)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_validation_of_which_a_drafter_takes_no_token_is_said_and_refused_where_a_run_waits_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = store_of(tmp_path, answered(make_samples(10), "validation"))
+    words = [*SHORT, *BLOCKS, "train.max_steps=2", "train.validate_every=1"]
+    with pytest.raises(ConfigError, match=r"no token of the validation split of .* teaches dflash"):
+        train(made.path, tmp_path / "run", drafter="dflash", words=[*words, "train.patience=1"])
+    train(made.path, tmp_path / "run", drafter="dflash", words=words)
+    assert "nothing is validated" in capsys.readouterr().err
 
 
 def test_packs_accumulate_to_the_gradient_of_the_whole_batch(store: Store, tmp_path: Path) -> None:

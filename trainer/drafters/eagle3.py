@@ -105,6 +105,9 @@ class TttLoss(LossConfig):
     def _weights_fit(self) -> "TttLoss":
         if self.step_weights is not None and len(self.step_weights) != self.steps:
             raise ValueError(f"step_weights has {len(self.step_weights)} entries for {self.steps} steps")
+        if self.step_weights is not None and (min(self.step_weights) < 0 or not any(self.step_weights)):
+            listed = ",".join(f"{weight:g}" for weight in self.step_weights)
+            raise ValueError(f"step_weights are at least 0 and not all 0, found {listed}")
         return self
 
 

@@ -32,8 +32,8 @@ from trainer.train import checkpoint
 from trainer.train.log import METRICS, RunLog, read_curves
 from trainer.train.optim import orthogonal
 from trainer.train.run_folder import CONFIG, TrainOptions, drafter_name, keep_settings, read_facts
-from trainer.train.state import TrainState, build_state, save_checkpoint
-from trainer.train.step import autocast, inputs_of, some_of, steps, told_what_helps, validate
+from trainer.train.state import TrainState, build_state, inputs_of, save_checkpoint, told_what_helps
+from trainer.train.step import autocast, some_of, steps, validate
 from trainer.train.storage import CACHE_BYTES, Mirror
 from trainer.train.track import Tracked, TrackedRun, tracker_names
 

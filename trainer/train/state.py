@@ -7,6 +7,8 @@ reads them, and takes the list that lies there: a resume reads what the run read
 
 import json
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,23 +18,24 @@ import torch
 from torch import Tensor
 
 from hiddenstore.console.output import output
-from hiddenstore.data import Cursor, SampleView, TokenBatches
+from hiddenstore.data import Cursor, PackedBatch, SampleView, TokenBatches
 from hiddenstore.data.view import WHOLE
 from hiddenstore.errors import ConfigError, CorruptionError, Kind, StorageError
 from hiddenstore.files.documents import seal, unseal
 from hiddenstore.files.lock import FolderLock
 from hiddenstore.index.catalog import saved_snapshots
 from hiddenstore.index.table import SPLITS
+from hiddenstore.process import is_out_of_memory
 from hiddenstore.store import Store
 from hiddenstore.targets.load import pick_device
 from hiddenstore.threads import keep_freed_memory
 from schemas.manifest import Snapshot
 from trainer.config import LoopConfig, TrainConfig
 from trainer.drafters import DRAFTERS, drafter_kind
-from trainer.drafters.base import Drafter, DrafterInUse, Needs, Objective
+from trainer.drafters.base import Drafter, DrafterInUse, LossInputs, Needs, Objective
 from trainer.drafters.blocks import compile_blocks
 from trainer.losses.teacher import TargetInterface
-from trainer.parallel.context import ContextGroup, context_group
+from trainer.parallel.context import ContextGroup, context_group, shard_of
 from trainer.parallel.data_parallel import Ddp, full_state_dict, parallelize
 from trainer.parallel.group import ProcessGroup, limit_kernel_caches, require_own_gpus, uses_nccl
 from trainer.settings import config_class
@@ -167,8 +170,6 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) ->
             checkpoint.fill(model, saved)
         elif config.train.init_from is not None:
             load_start(model, describe(config.train.init_from))
-        if group.is_first and not options.resume:
-            create(options.run, store, config, vocab, covered, lock=lock)
     group.broadcast(model.state_dict().values())
     parallel = parallelize(model, config.train.parallel, group, device)
     optimizer = Optimizer(model, config.optim, total, bf16=config.train.precision == "bf16" or None, group=group)
@@ -185,6 +186,12 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) ->
             checkpoint.restore_rng(saved.optimizer)
             state.step = saved.state.step
         state.go_to(Cursor.from_json(saved.state.cursor))
+    if not options.resume:
+        for split in SPLITS:
+            _require_slots(state, split)
+        with group.all_or_none():
+            if group.is_first:
+                create(options.run, store, config, vocab, covered, lock=lock)
     if group.is_first:
         _warn_of_idle_ranks(state)
     return state
@@ -318,6 +325,64 @@ def _require_taught(store: Store, config: TrainConfig) -> None:
         if split == "train" or config.train.patience is not None:
             raise ConfigError(problem, kind=Kind.MASK_EMPTY, hint=hint)
         output().warn(f"{problem}: nothing is validated; {hint}")
+
+
+def _require_slots(state: TrainState, split: str) -> None:
+    """Refuse what `_require_taught` does where the mask has tokens and the objective takes none: an answer of one token
+    opens no block. Mostly the first batch teaches."""
+    loop, batches = state.config.train, state.batches
+    words = "training split" if split == "train" else "validation split"
+    if split == "validation":
+        if not loop.validate_every or not (state.store.catalog.table.split == SPLITS.index(split)).any():
+            return
+        batches = token_batches(state.store, state.config, state.group, state.device, validation=True)
+    taught = torch.zeros((), dtype=torch.int64, device=state.device)
+    helps = told_what_helps(f"the packs of a step of the {words}", state.device)
+    with helps, closing(iter(replace(batches, epochs=1, prefetch_bytes=1))) as each:
+        batch = None
+        while not taught:
+            with state.group.all_or_none():
+                batch = next(each, None)
+                if batch is not None:
+                    taught += sum(inputs.counts.sum() for inputs in inputs_of(state, batch.packs))
+            if batch is None:
+                break
+            state.group.all_reduce([taught])
+    if taught:
+        return
+    name = state.config.drafter.name
+    problem = (
+        f"no token of the {words} of {state.store.path} teaches {name} under its loss: the supervised tokens in a "
+        "row are too few for a slot, or none of them is in the draft vocabulary"
+    )
+    hint = "data.loss_on=all, a shorter drafter.block_size or a larger drafter.vocab_size, where the drafter has them"
+    if split == "train" or loop.patience is not None:
+        raise ConfigError(problem, kind=Kind.MASK_EMPTY, hint=hint)
+    output().warn(f"{problem}: nothing is validated; {hint}")
+
+
+@contextmanager
+def told_what_helps(what: str, device: torch.device) -> Iterator[None]:
+    """StorageError ``out-of-memory`` where ``what`` does not fit into memory."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise StorageError(
+            f"{what} do not fit into the memory of {device}: {(str(error).splitlines() or ['none is left'])[0]}",
+            kind=Kind.OUT_OF_MEMORY,
+            hint="shorter samples (data.max_tokens) or packs (data.pack_tokens), "
+            "train.checkpoint_activations=true, or train.context_parallel=N",
+        ) from error
+
+
+def inputs_of(state: TrainState, packs: Sequence[PackedBatch]) -> list[LossInputs]:
+    """What the losses of a rank's packs need, of its shards of them where ranks share a sequence."""
+    if state.context is not None:
+        # The deepest slot is taught `depths` rows on, by a row whose mask may lie one further.
+        packs = [shard_of(pack, state.context, state.objective.depths + 2) for pack in packs]
+    return [state.objective.prepare(pack) for pack in packs]
 
 
 def multiplies_bf16(config: TrainConfig, device: torch.device) -> bool:
