@@ -303,7 +303,7 @@ def _validation_text(state: TrainState, is_best: bool) -> str:
 
 def _report(state: TrainState, last: dict[str, Any], began: float, was_finished: bool = False) -> TrainReport:
     folder = state.path / checkpoint.FOLDER
-    best = [folder / name for name in state.best.names]
+    best = [folder / name for name in state.best.names[:1]]
     return TrainReport(
         run=state.path,
         checkpoint=folder / f"step-{state.step}",
