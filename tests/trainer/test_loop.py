@@ -196,6 +196,22 @@ def test_layers_the_store_lacks_are_refused(store: Store, tmp_path: Path) -> Non
         train(store.path, tmp_path / "run", words=[*WORDS, "drafter.aux_layers=1,3,6"])
 
 
+def test_a_drafter_that_reads_no_layers_is_refused_before_the_run_is_made(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="aux_layers is empty"):
+        train(store.path, tmp_path / "run", words=[*WORDS, "drafter.aux_layers=[]"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_draft_vocabulary_larger_than_the_target_s_is_refused_before_the_run_is_made(
+    store: Store, tmp_path: Path
+) -> None:
+    words = [*SHORT, *BLOCKS, "drafter.vocab_size=1000", "drafter.selector_top_k=500"]
+    with pytest.raises(ConfigError, match=r"vocab_size=1000 is more than the 64 tokens of the target") as caught:
+        train(store.path, tmp_path / "run", drafter="dflash2", words=words)
+    assert (caught.value.kind, caught.value.hint) == ("drafter-shape", "drafter.vocab_size=64")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_loss_that_is_not_finite_stops_and_names_the_samples(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -352,6 +352,12 @@ class Eagle3Config(DrafterConfig):
     image_token_id: int | None = Field(None, ge=0)
     """The token whose embedding stood at images; none where the store holds text alone."""
 
+    @model_validator(mode="after")
+    def _reads_states(self) -> Self:
+        if not self.aux_layers:
+            raise ValueError("aux_layers is empty: the drafter would see nothing of the target")
+        return self
+
 
 class Eagle3Loss(TttLoss):
     """What the steps are taught, and what they read."""

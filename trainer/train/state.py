@@ -290,9 +290,16 @@ def _choose_vocabulary(options: TrainOptions, store: Store, config: TrainConfig,
     """That of the run, of the drafter it starts from, of ``vocab_file``, or the most frequent tokens."""
     if options.resume:
         return vocab_of(options.run, size), read_facts(options.run).vocab_coverage
-    init_from, file = config.train.init_from, config.drafter.vocab_file
+    init_from, file, known = config.train.init_from, config.drafter.vocab_file, config.drafter.vocab_size
+    most = max(size, store.capture.target.vocab_size)
+    if known > most:
+        raise ConfigError(
+            f"drafter.vocab_size={known} is more than the {most:,} tokens of the target of {store.path}",
+            kind=Kind.DRAFTER_SHAPE,
+            hint=f"drafter.vocab_size={most}",
+        )
     _require_taught(store, config)
-    if init_from is None and file is None and config.drafter.vocab_size >= store.capture.target.vocab_size:
+    if init_from is None and file is None and known >= store.capture.target.vocab_size:
         return DraftVocab.full(size), 1.0
     counts = count_store(store, size, view=view_of(config))
     if init_from is not None:
@@ -300,7 +307,7 @@ def _choose_vocabulary(options: TrainOptions, store: Store, config: TrainConfig,
     elif file is not None:
         vocab = DraftVocab.load(file, size)
     else:
-        vocab = DraftVocab.of_counts(counts, config.drafter.vocab_size)
+        vocab = DraftVocab.of_counts(counts, known)
     return vocab, coverage(vocab, counts)
 
 
