@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hiddenstore import settings
 from hiddenstore.console.output import output
+from hiddenstore.data import Cursor
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.files.documents import seal, sha256_hex, unseal
 from hiddenstore.files.layout import kind_of
@@ -550,14 +551,22 @@ def _head_of_store(spec: checkpoint.DrafterSpec) -> HeadBundle:
 
 def branch(earlier: Path, run: Path) -> None:
     """Make ``run`` what the run of the checkpoint ``earlier`` was when it was saved; a resume drops the metrics that
-    came after. Raises ConflictError: ``output-exists``: ``run`` holds a run; CorruptionError: the checkpoint is
-    damaged. NotFoundError: ``checkpoint-missing``: there is none."""
+    came after. Its snapshot is of the same commits, under a name that says where it left the other run. Raises
+    ConflictError: ``output-exists``: ``run`` holds a run; CorruptionError: the checkpoint is damaged. NotFoundError:
+    ``checkpoint-missing``: there is none."""
     start = checkpoint.resolve(earlier)
-    checkpoint.load(start)
+    cursor = Cursor.from_json(checkpoint.load(start).state.cursor)
+    # Where an epoch is about to begin, the other run's list of it is not this one's.
+    epoch = cursor.epoch if cursor.samples else cursor.epoch - 1
+    snapshot = run_snapshot(start.parent.parent)
+    # The name of a snapshot has 120 characters at most: a branch of many branches forgets those between.
+    other = snapshot.name if len(snapshot.name) <= 84 else snapshot.name.partition(".epoch-")[0]
+    name = f"{other}.epoch-{epoch}.{secrets.token_hex(4)}"
     with new_folder(run, lambda path: refuse_existing(path, "give another -o folder")) as folder:
         _copy_files(start.parent.parent, folder, left_out={checkpoint.FOLDER, EXPORTS, "wandb", "mlflow.db"})
         facts = read_facts(start.parent.parent).model_copy(update={"id": secrets.token_hex(8)})
         replace_file(folder / RUN_JSON, seal(facts))
+        replace_file(folder / SNAPSHOT, seal(snapshot.model_copy(update={"name": name})))
         _copy_files(start, folder / checkpoint.FOLDER / start.name)
         (folder / checkpoint.FOLDER / checkpoint.LATEST).write_text(f"{start.name}\n", encoding="utf-8")
 

@@ -2,12 +2,14 @@
 the batches of each epoch, from the run's snapshot, or with ``train.follow`` from what the store holds when it begins.
 
 A run that follows publishes each epoch's list of commits in the store as the snapshot ``<the run's>.epoch-N`` before it
-reads them, and takes the list that lies there: a resume reads what the run read, and gc leaves it.
+reads them, and takes the list that lies there: a resume reads what the run read, and gc leaves it. A branch publishes
+under a name of its own, and reads the other run's lists up to the epoch in which it left it.
 """
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence, Set
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -97,21 +99,17 @@ class TrainState:
 
     def _snapshot_at(self, cursor: Cursor, begins: bool) -> str:
         """Name of the published snapshot that the epoch of ``cursor`` reads; empty for the run's own."""
-        prefix = f"{run_snapshot(self.path).name}.epoch-"
-        published = {
-            int(number): name
-            for name in saved_snapshots(self.store.fs)
-            if name.startswith(prefix) and (number := name.removeprefix(prefix)).isdecimal()
-        }
-        if begins and cursor.epoch and cursor.epoch not in published:
+        run, epoch = run_snapshot(self.path).name, cursor.epoch
+        published = set(saved_snapshots(self.store.fs))
+        name = f"{run}.epoch-{epoch}"
+        if begins and epoch and name not in published:
             try:
-                name = f"{prefix}{cursor.epoch}"
                 self.options.open_store().save_snapshot(name)
             except (StorageError, CorruptionError) as error:
-                output().warn(f"epoch {cursor.epoch + 1} reads no more than the one before it: {error.message}")
+                output().warn(f"epoch {epoch + 1} reads no more than the one before it: {error.message}")
             else:
                 return name
-        return published[max(numbers)] if (numbers := [n for n in published if n <= cursor.epoch]) else ""
+        return _list_at(run, epoch, published)
 
     @property
     def path(self) -> Path:
@@ -130,6 +128,17 @@ class TrainState:
     def trainable(self) -> int:
         """Parameters that are trained."""
         return sum(parameter.numel() for parameter in self.optimizer.named.values())
+
+
+def _list_at(run: str, epoch: int, published: Set[str]) -> str:
+    """The newest list up to ``epoch`` of the run whose snapshot is ``run``, or of the run that it left for a branch, up
+    to where it did (`run_folder.branch`); empty without one."""
+    numbers = (name.removeprefix(f"{run}.epoch-") for name in published if name.startswith(f"{run}.epoch-"))
+    newest = max((int(number) for number in numbers if number.isdecimal() and int(number) <= epoch), default=None)
+    if newest is not None:
+        return f"{run}.epoch-{newest}"
+    left = re.fullmatch(r"(.+)\.epoch-(\d+)\.[0-9a-f]{8}", run)
+    return _list_at(left[1], min(epoch, int(left[2])), published) if left else ""
 
 
 def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) -> TrainState:
