@@ -327,12 +327,14 @@ def test_a_finished_run_says_so_and_more_steps_continue_it(
     store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = train(store.path, tmp_path / "run", words=[*WORDS, "train.max_steps=2"])
+    assert done.validation["loss"] > 0
     with pytest.raises(SystemExit) as ended:
         main(["train", store.path, "-o", str(tmp_path / "run"), "--resume"])
     assert ended.value.code == 0
     assert "finished at step 2" in capsys.readouterr().err
     again = train(store.path, tmp_path / "run", resume=True)
     assert (again.was_finished, again.loss, again.acc, again.checkpoint) == (True, done.loss, done.acc, done.checkpoint)
+    assert again.validation == done.validation
     more = train(store.path, tmp_path / "run", words=["train.max_steps=3"], resume=True)
     assert (more.was_finished, more.steps) == (False, 3)
     assert train(store.path, tmp_path / "run", resume=True).steps == 3

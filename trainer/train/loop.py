@@ -215,8 +215,10 @@ def _run(options: TrainOptions, group: ProcessGroup) -> TrainReport:
                 _bring(copied)
                 if copied.behind is not None:
                     raise copied.behind
-            logged = read_curves(state.path).steps
-            return _report(state, logged[-1] if logged else {}, began, was_finished=True)
+            logged = read_curves(state.path)
+            if logged.validations:
+                state.validation = {name: value for name, value in logged.validations[-1].items() if name != "step"}
+            return _report(state, logged.steps[-1] if logged.steps else {}, began, was_finished=True)
         estimate = print_summary(state) if group.is_first else None
         if state.device.type == "cuda":
             walk_largest(state)

@@ -61,7 +61,8 @@ from trainer.vocab import DraftVocab, count_store, coverage
 @dataclass(eq=False)
 class TrainState:
     """Everything a step needs. ``store`` is opened at the run's snapshot, ``batches.store`` at that of the epoch;
-    ``step`` counts the steps done; ``begun``: the epoch that just began over what the store holds now."""
+    ``seed`` is that of the first weights, whatever a resume changed; ``step`` counts the steps done; ``begun``: the
+    epoch that just began over what the store holds now."""
 
     options: TrainOptions
     store: Store
@@ -78,6 +79,7 @@ class TrainState:
     target: TargetInterface
     spikes: SpikeGuard
     best: BestCheckpoints
+    seed: int
     step: int = 0
     validation: dict[str, Any] = field(default_factory=dict)
     begun: int | None = None
@@ -161,10 +163,12 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) ->
     drafter = config.drafter.model_copy(update={"vocab_size": vocab.size})
     config = config.model_copy(update={"drafter": drafter})
     with group.all_or_none():
+        newest = checkpoint.latest(options.run) if options.resume else None
+        seed = config.train.seed if newest is None else checkpoint.read_spec(newest).seed
         kind = drafter_kind(config.drafter.name)
         in_bf16 = multiplies_bf16(config, device)
         target = TargetInterface(head, vocab.to(device), store.capture.final_norm, in_bf16)
-        model = kind.build(config.drafter, target, config.train.seed).to(device)
+        model = kind.build(config.drafter, target, seed).to(device)
         model.tie_weights(head)
         model.train()
         model.recompute = config.train.checkpoint_activations
@@ -173,7 +177,6 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) ->
         objective = kind.objective(model, target, config.loss)
         batches = token_batches(store, config, group, device)
         total = config.train.max_steps or sum(batches.batches_per_epoch(epoch) for epoch in range(config.train.epochs))
-        newest = checkpoint.latest(options.run) if options.resume else None
         saved = checkpoint.load(newest) if newest is not None else None
         if saved is not None:
             checkpoint.fill(model, saved)
@@ -186,7 +189,7 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) ->
     best = BestCheckpoints(config.train, saved.state.standing if saved else None)
     state = TrainState(
         options, store, config, group, device, model, objective, parallel, context, optimizer, batches, covered, target,
-        spikes, best,
+        spikes, best, seed,
     )  # fmt: skip
     if saved is not None:
         with group.all_or_none():
@@ -240,7 +243,7 @@ def save_checkpoint(state: TrainState, cursor: Cursor) -> None:
 def _write_checkpoint(
     state: TrainState, cursor: Cursor, weights: dict[str, Tensor], optimizer: dict[str, Tensor]
 ) -> None:
-    spec = checkpoint.DrafterSpec.of(state.config.drafter, state.store, state.config.train.seed, state.step)
+    spec = checkpoint.DrafterSpec.of(state.config.drafter, state.store, state.seed, state.step)
     document = checkpoint.CheckpointState(
         step=state.step,
         cursor=cursor.to_json(),
