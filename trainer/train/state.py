@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence, Set
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -199,14 +199,19 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) ->
             state.step = saved.state.step
         state.go_to(Cursor.from_json(saved.state.cursor))
     if not options.resume:
-        for split in SPLITS:
-            _require_slots(state, split)
-        with group.all_or_none():
-            if group.is_first:
-                create(options.run, store, config, vocab, covered, lock=lock)
+        _make_run(state, vocab, lock)
     if group.is_first:
         _warn_of_idle_ranks(state)
     return state
+
+
+def _make_run(state: TrainState, vocab: DraftVocab, lock: FolderLock) -> None:
+    """Make the folder of a new run, once it is known that its samples teach."""
+    for split in SPLITS:
+        _require_slots(state, split)
+    with state.group.all_or_none():
+        if state.group.is_first:
+            create(state.path, state.store, state.config, vocab, state.vocab_coverage, lock=lock)
 
 
 def _check_context(config: TrainConfig) -> None:
@@ -357,8 +362,8 @@ def _require_slots(state: TrainState, split: str) -> None:
         batches = token_batches(state.store, state.config, state.group, state.device, validation=True)
     taught = torch.zeros((), dtype=torch.int64, device=state.device)
     helps = told_what_helps(f"the packs of a step of the {words}", state.device)
-    with helps, closing(iter(replace(batches, epochs=1, prefetch_bytes=1))) as each:
-        batch = None
+    each = iter(replace(batches, epochs=1, prefetch_bytes=1))
+    with helps:
         while not taught:
             with state.group.all_or_none():
                 batch = next(each, None)
