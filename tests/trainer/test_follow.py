@@ -25,7 +25,7 @@ from tests.collectors.tiny import save_target
 from tests.trainer.runs import WORDS
 from trainer.train.log import RunLog, StepMetrics
 from trainer.train.loop import train
-from trainer.train.run_folder import describe, training_store
+from trainer.train.run_folder import branch, describe, training_store
 
 FOLLOW = [
     *WORDS, "data.batch_tokens=80", "train.follow=true", "train.max_steps=18", "train.checkpoint_every=5",
@@ -117,6 +117,26 @@ def test_a_killed_run_that_follows_repeats_the_uninterrupted_one_bit_for_bit(tmp
         train(store, run, words=FOLLOW if name == "straight" else (), resume=name == "killed")
         runs[name] = lines(run), (run / "checkpoints/step-18/drafter.safetensors").read_bytes()
     assert runs["killed"] == runs["straight"]
+
+
+def test_a_branch_of_a_run_that_follows_reads_what_the_store_holds_and_leaves_that_run_its_lists(
+    tmp_path: Path,
+) -> None:
+    store, run, other = tmp_path / "store", tmp_path / "run", tmp_path / "other"
+    grow(store, 3)
+    often = [*FOLLOW, "train.checkpoint_every=1", "train.validate_every=0", "train.keep=99"]
+    train(store, run, words=[*often, "train.max_steps=9"])
+    second = next(line for line in epochs(run) if line["epoch"] == 2)
+    whole = train_samples(grow(store, 12))
+    branch(run / "checkpoints" / f"step-{second['step'] + 1}", other)
+    train(store, other, resume=True, words=["train.max_steps=18"])
+    inherited, *later = epochs(other)[1:]
+    assert inherited == second
+    assert [line["samples"] for line in later] == [whole] * len(later) != []
+    again = tmp_path / "again"
+    branch(other / "checkpoints" / f"step-{second['step'] + 2}", again)
+    train(store, again, resume=True, words=["train.max_steps=18"])
+    assert epochs(again) == epochs(other)
 
 
 def test_what_a_store_brings_may_be_longer_than_a_pack(tmp_path: Path, at_step) -> None:

@@ -18,7 +18,7 @@ import torch
 from hiddenstore.cli import main
 from hiddenstore.data import TokenBatches
 from hiddenstore.errors import CaptureError, ConfigError, ConflictError, InterruptError, StorageError
-from hiddenstore.records import sample_id
+from hiddenstore.records import Sample, sample_id
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_samples, make_store
 from tests.forked import Forked
@@ -104,6 +104,51 @@ def test_a_validation_split_that_supervises_nothing_is_said_and_refused_where_a_
     assert all("validation" not in line for line in lines(tmp_path / "run"))
 
 
+SHORT = [word for word in ON_CPU if not word.startswith(("loss.", "drafter.vocab_size"))]
+BLOCKS = ["drafter.mask_token_id=0", "drafter.num_layers=1"]
+
+
+def answered(samples: list[Sample], *splits: str) -> list[Sample]:
+    """The same with answers of one token, in the splits named, which an end token outside the mask follows."""
+    short = []
+    for one in samples:
+        mask = np.zeros_like(one.loss_mask)
+        mask[-2] = 1
+        is_short = one.split in splits
+        short.append(replace(one, id=sample_id(one.input_ids, mask), loss_mask=mask) if is_short else one)
+    return short
+
+
+@pytest.mark.parametrize(("drafter", "words"), [("dflash", BLOCKS), ("medusa", [])])
+def test_answers_of_which_a_drafter_takes_no_token_are_refused_before_the_run_is_made(
+    drafter: str, words: list[str], tmp_path: Path
+) -> None:
+    made = store_of(tmp_path, answered(make_samples(10), "train", "validation"))
+    with pytest.raises(ConfigError, match=rf"no token of the training split of .* teaches {drafter}") as caught:
+        train(made.path, tmp_path / "run", drafter=drafter, words=[*SHORT, *words])
+    assert caught.value.kind == "mask-empty"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_block_longer_than_every_sample_is_refused_before_the_run_is_made(store: Store, tmp_path: Path) -> None:
+    words = [*SHORT, *BLOCKS, "drafter.block_size=300", "loss.anchor_rule=whole"]
+    with pytest.raises(ConfigError, match="teaches dflash under its loss") as caught:
+        train(store.path, tmp_path / "run", drafter="dflash", words=words)
+    assert "block_size" in str(caught.value.hint)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_validation_of_which_a_drafter_takes_no_token_is_said_and_refused_where_a_run_waits_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = store_of(tmp_path, answered(make_samples(10), "validation"))
+    words = [*SHORT, *BLOCKS, "train.max_steps=2", "train.validate_every=1"]
+    with pytest.raises(ConfigError, match=r"no token of the validation split of .* teaches dflash"):
+        train(made.path, tmp_path / "run", drafter="dflash", words=[*words, "train.patience=1"])
+    train(made.path, tmp_path / "run", drafter="dflash", words=words)
+    assert "nothing is validated" in capsys.readouterr().err
+
+
 def test_packs_accumulate_to_the_gradient_of_the_whole_batch(store: Store, tmp_path: Path) -> None:
     words = [*ON_CPU, "train.max_steps=3", "train.validate_every=0"]
     train(store.path, tmp_path / "packs", words=words)
@@ -149,6 +194,22 @@ def test_a_store_without_the_final_hidden_is_refused_with_the_command(tmp_path: 
 def test_layers_the_store_lacks_are_refused(store: Store, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"lacks aux layers \[6\]"):
         train(store.path, tmp_path / "run", words=[*WORDS, "drafter.aux_layers=1,3,6"])
+
+
+def test_a_drafter_that_reads_no_layers_is_refused_before_the_run_is_made(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="aux_layers is empty"):
+        train(store.path, tmp_path / "run", words=[*WORDS, "drafter.aux_layers=[]"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_draft_vocabulary_larger_than_the_target_s_is_refused_before_the_run_is_made(
+    store: Store, tmp_path: Path
+) -> None:
+    words = [*SHORT, *BLOCKS, "drafter.vocab_size=1000", "drafter.selector_top_k=500"]
+    with pytest.raises(ConfigError, match=r"vocab_size=1000 is more than the 64 tokens of the target") as caught:
+        train(store.path, tmp_path / "run", drafter="dflash2", words=words)
+    assert (caught.value.kind, caught.value.hint) == ("drafter-shape", "drafter.vocab_size=64")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_loss_that_is_not_finite_stops_and_names_the_samples(
@@ -266,12 +327,14 @@ def test_a_finished_run_says_so_and_more_steps_continue_it(
     store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = train(store.path, tmp_path / "run", words=[*WORDS, "train.max_steps=2"])
+    assert done.validation["loss"] > 0
     with pytest.raises(SystemExit) as ended:
         main(["train", store.path, "-o", str(tmp_path / "run"), "--resume"])
     assert ended.value.code == 0
     assert "finished at step 2" in capsys.readouterr().err
     again = train(store.path, tmp_path / "run", resume=True)
     assert (again.was_finished, again.loss, again.acc, again.checkpoint) == (True, done.loss, done.acc, done.checkpoint)
+    assert again.validation == done.validation
     more = train(store.path, tmp_path / "run", words=["train.max_steps=3"], resume=True)
     assert (more.was_finished, more.steps) == (False, 3)
     assert train(store.path, tmp_path / "run", resume=True).steps == 3

@@ -44,6 +44,12 @@ def test_equal_states_differ_by_nothing_and_rounded_ones_by_little(raw: Store) -
     assert len(seen) == set(seen).pop() == 2 * 2 * 3
 
 
+def test_a_measurement_without_a_number_of_steps_is_refused_with_one(raw: Store) -> None:
+    with pytest.raises(ConfigError, match=r"train\.max_steps=none") as caught:
+        measure_paired(raw, ["compact"], [1, 2], ["train.max_steps=none"], lambda *_: None)
+    assert (caught.value.kind, caught.value.hint) == ("option-invalid", "train.max_steps=200")
+
+
 @pytest.mark.parametrize("words", [(), ("drafter.vocab_size=20", "loss.overlap_mass=draft")])
 def test_acceptance_is_the_overlap_of_drafter_and_target_at_the_first_drafted_token(
     words: tuple[str, ...], raw: Store, tmp_path: Path

@@ -5,8 +5,12 @@ import signal
 import time
 from pathlib import Path
 
+import torch
+
 from tests.forked import Forked, command
 from tests.trainer.runs import WORDS, tiny_store
+from trainer.train.loop import train
+from trainer.train.run_folder import load_drafter
 
 SETTINGS = [*WORDS, "train.max_steps=30", "train.checkpoint_every=5", "train.validate_every=12"]
 
@@ -38,3 +42,11 @@ def test_a_killed_and_resumed_run_repeats_the_uninterrupted_one(tmp_path: Path) 
     assert records(killed) == records(straight)
     weights = [(run / "checkpoints/step-30/drafter.safetensors").read_bytes() for run in (straight, killed)]
     assert weights[0] == weights[1]
+
+
+def test_a_resume_with_another_seed_leaves_untrained_what_the_run_began_with(tmp_path: Path) -> None:
+    store, run = tiny_store(tmp_path).path, tmp_path / "run"
+    train(store, run, words=[*WORDS, "train.max_steps=1"])
+    first = load_drafter(run, untrained=True).model.state_dict()["fc.weight"]
+    train(store, run, resume=True, words=["train.max_steps=2", "train.seed=7"])
+    assert torch.equal(load_drafter(run, untrained=True).model.state_dict()["fc.weight"], first)

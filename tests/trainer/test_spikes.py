@@ -173,6 +173,23 @@ def test_the_best_checkpoints_stay_beside_the_newest(
     assert (state.best, state.since) == ({"step-4": 2.0, "step-6": 2.0}, 8)
 
 
+def test_on_a_new_machine_a_run_has_its_best_checkpoints_and_takes_no_other_for_the_best(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, mirror = tmp_path / "run", str(tmp_path / "mirror")
+    scripted(monkeypatch, [5, 2, 3])
+    best = train(
+        store.path, run, words=[*EACH, "train.max_steps=3", "train.keep_best=2"], mirror=mirror
+    ).best_checkpoint
+    shutil.rmtree(run)
+    assert train(store.path, run, resume=True, mirror=mirror).best_checkpoint == best == checkpoint.best(run)
+    assert names(run) == ["step-2", "step-3"]
+    shutil.rmtree(run / "checkpoints" / "step-2")
+    assert train(store.path, run, resume=True).best_checkpoint is None
+    with pytest.raises(NotFoundError, match="step-2 is not kept"):
+        checkpoint.best(run)
+
+
 def test_eval_takes_the_best_checkpoint_when_asked(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

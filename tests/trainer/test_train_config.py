@@ -123,6 +123,19 @@ def test_settings_that_contradict_each_other_are_refused_before_there_is_a_store
         check_settings(None, None, words)
 
 
+@pytest.mark.parametrize(
+    ("drafter", "words", "part"),
+    [
+        ("eagle3", ["loss.steps=2", "loss.step_weights=0,0"], "at least 0 and not all 0, found 0,0"),
+        ("peagle", ["loss.steps=2", "loss.step_weights=1,-1"], "at least 0 and not all 0, found 1,-1"),
+        ("dspark", ["loss.cross_entropy=0", "loss.overlap=0", "loss.confidence=0"], "are all 0"),
+    ],
+)
+def test_weights_of_a_loss_that_teach_nothing_or_the_contrary_are_refused(drafter, words, part):
+    with pytest.raises(ConfigError, match=part):
+        check_settings(drafter, None, words)
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_every_setting_is_described_at_its_field(drafter: str) -> None:
     sections: list[type[Section]] = [config_class(drafter), RopeScaling]

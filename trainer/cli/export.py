@@ -42,7 +42,8 @@ def _require_engine(name: str) -> None:
     "--draft-len",
     "length",
     type=click.IntRange(1, 256),
-    help="Tokens a draft has. Default: what pays, where `eval --costs` measured it; else 3, as far as it was trained.",
+    help="Tokens a draft has. Default: what pays, where `eval --costs` measured it; else as many as the drafter's "
+    "block or heads give, and 3 of a drafter without either.",
 )
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="Default: the target's own.")
 @click.option(

@@ -57,6 +57,12 @@ class DSparkLoss(BlockLoss):
             raise ValueError("dpace weighs by cross-entropies alone; DSpark's slots are weighed by decay")
         return self
 
+    @model_validator(mode="after")
+    def _teaches_something(self) -> Self:
+        if not (self.cross_entropy or self.overlap or self.confidence):
+            raise ValueError("cross_entropy, overlap and confidence are all 0")
+        return self
+
     @property
     def reads_teacher(self) -> bool:
         return True

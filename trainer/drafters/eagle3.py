@@ -105,6 +105,9 @@ class TttLoss(LossConfig):
     def _weights_fit(self) -> "TttLoss":
         if self.step_weights is not None and len(self.step_weights) != self.steps:
             raise ValueError(f"step_weights has {len(self.step_weights)} entries for {self.steps} steps")
+        if self.step_weights is not None and (min(self.step_weights) < 0 or not any(self.step_weights)):
+            listed = ",".join(f"{weight:g}" for weight in self.step_weights)
+            raise ValueError(f"step_weights are at least 0 and not all 0, found {listed}")
         return self
 
 
@@ -348,6 +351,12 @@ class Eagle3Config(DrafterConfig):
     """Train the LM head; it starts as the target's rows of the draft vocabulary."""
     image_token_id: int | None = Field(None, ge=0)
     """The token whose embedding stood at images; none where the store holds text alone."""
+
+    @model_validator(mode="after")
+    def _reads_states(self) -> Self:
+        if not self.aux_layers:
+            raise ValueError("aux_layers is empty: the drafter would see nothing of the target")
+        return self
 
 
 class Eagle3Loss(TttLoss):

@@ -76,9 +76,7 @@ class PEagleConfig(Eagle3Config):
     """Target token whose embedding the mask slots read."""
 
     @model_validator(mode="after")
-    def _reads_states_and_feeds_nothing_back(self) -> Self:
-        if not self.aux_layers:
-            raise ValueError("aux_layers is empty: the drafter would see nothing of the target")
+    def _feeds_nothing_back(self) -> Self:
         if self.norm_output:
             raise ValueError("norm_output says what is fed back, and P-EAGLE feeds nothing back")
         return self

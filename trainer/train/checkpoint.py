@@ -158,16 +158,15 @@ def best(run: Path) -> Path:
     what was best lies elsewhere: in the run this one goes on from, or nowhere, where ``train.keep_best`` is 0."""
     newest = latest(run)
     ranked = read_state(newest).standing.ranked() if newest is not None else []
-    folder = next((run / FOLDER / name for name in ranked if (run / FOLDER / name).is_dir()), None)
-    if folder is None:
-        elsewhere = "not kept (train.keep_best=0), or of the run that this one goes on from"
-        why = f"{ranked[0]} is {elsewhere}" if ranked else "none of its steps was validated"
-        raise NotFoundError(
-            f"{run} has no best checkpoint: {why}",
-            kind=Kind.CHECKPOINT_MISSING,
-            hint=f"{newest or run}",
-        )
-    return folder
+    if ranked and (folder := run / FOLDER / ranked[0]).is_dir():
+        return folder
+    elsewhere = "not kept (train.keep_best=0), or of the run that this one goes on from"
+    why = f"{ranked[0]} is {elsewhere}" if ranked else "none of its steps was validated"
+    raise NotFoundError(
+        f"{run} has no best checkpoint: {why}",
+        kind=Kind.CHECKPOINT_MISSING,
+        hint=f"{newest or run}",
+    )
 
 
 def read_state(path: Path) -> CheckpointState:

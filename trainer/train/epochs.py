@@ -1,30 +1,41 @@
 """The snapshots that a run which follows its store publishes there, one for what each epoch but the first reads."""
 
-from collections.abc import Mapping
+import re
+import secrets
 
 from hiddenstore.data import Cursor
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.catalog import saved_snapshots
 
-
-def epoch_name(first: str, epoch: int | str) -> str:
-    """The name that the snapshot of an epoch has. ``first``: that of the run's own snapshot."""
-    return f"{first}.epoch-{epoch}"
-
-
-def epoch_snapshots(fs: Filesystem, first: str) -> dict[int, str]:
-    """Names of those published in a store, by epoch."""
-    prefix = epoch_name(first, "")
-    return {
-        int(number): name
-        for name in saved_snapshots(fs)
-        if name.startswith(prefix) and (number := name.removeprefix(prefix)).isdecimal()
-    }
+# The name of a snapshot has 120 characters at most: a branch of many branches forgets those between.
+_LONGEST_NAME = 84
+_BRANCH = re.compile(r"(.+)\.epoch-(\d+)\.[0-9a-f]{8}")
 
 
-def newest_until(published: Mapping[int, str], epoch: int) -> str | None:
-    """The name of the newest that is no later than ``epoch``; None where the run's own is what that epoch reads."""
-    return published.get(max((number for number in published if number <= epoch), default=0))
+def epoch_name(run: str, epoch: int) -> str:
+    """The name that the snapshot of an epoch has. ``run``: that of the run's own snapshot."""
+    return f"{run}.epoch-{epoch}"
+
+
+def branch_name(run: str, epoch: int) -> str:
+    """A name for the own snapshot of a run that leaves ``run`` behind this epoch: nobody else publishes under it."""
+    other = run if len(run) <= _LONGEST_NAME else run.partition(".epoch-")[0]
+    return f"{epoch_name(other, epoch)}.{secrets.token_hex(4)}"
+
+
+def newest_until(fs: Filesystem, run: str, epoch: int) -> str:
+    """The name of the newest snapshot up to ``epoch`` of the run whose own is ``run``, or of the run that it left for a
+    branch, up to where it did; empty where the run's own is what that epoch reads."""
+    published = saved_snapshots(fs)
+    while True:
+        numbers = [name.removeprefix(f"{run}.epoch-") for name in published if name.startswith(f"{run}.epoch-")]
+        until = [int(number) for number in numbers if number.isdecimal() and int(number) <= epoch]
+        if until:
+            return epoch_name(run, max(until))
+        left = _BRANCH.fullmatch(run)
+        if left is None:
+            return ""
+        run, epoch = left[1], min(epoch, int(left[2]))
 
 
 def last_read(cursor: Cursor) -> int:

@@ -32,8 +32,8 @@ from trainer.train import checkpoint
 from trainer.train.log import METRICS, RunLog, read_curves
 from trainer.train.optim import orthogonal
 from trainer.train.run_folder import CONFIG, TrainOptions, drafter_name, keep_settings, read_facts
-from trainer.train.state import TrainState, build_state, save_checkpoint
-from trainer.train.step import autocast, inputs_of, some_of, steps, told_what_helps, validate
+from trainer.train.state import TrainState, build_state, inputs_of, save_checkpoint, told_what_helps
+from trainer.train.step import autocast, some_of, steps, validate
 from trainer.train.storage import CACHE_BYTES, Mirror
 from trainer.train.track import Tracked, TrackedRun, tracker_names
 
@@ -215,8 +215,10 @@ def _run(options: TrainOptions, group: ProcessGroup) -> TrainReport:
                 _bring(copied)
                 if copied.behind is not None:
                     raise copied.behind
-            logged = read_curves(state.path).steps
-            return _report(state, logged[-1] if logged else {}, began, was_finished=True)
+            logged = read_curves(state.path)
+            if logged.validations:
+                state.validation = {name: value for name, value in logged.validations[-1].items() if name != "step"}
+            return _report(state, logged.steps[-1] if logged.steps else {}, began, was_finished=True)
         estimate = print_summary(state) if group.is_first else None
         if state.device.type == "cuda":
             walk_largest(state)
@@ -303,7 +305,7 @@ def _validation_text(state: TrainState, is_best: bool) -> str:
 
 def _report(state: TrainState, last: dict[str, Any], began: float, was_finished: bool = False) -> TrainReport:
     folder = state.path / checkpoint.FOLDER
-    best = [folder / name for name in state.best.names]
+    best = [folder / name for name in state.best.names[:1]]
     return TrainReport(
         run=state.path,
         checkpoint=folder / f"step-{state.step}",

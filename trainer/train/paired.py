@@ -103,7 +103,10 @@ def paired_copies(
         able = [name for name in DRAFTERS if drafter_kind(name).loss.as_rejection is not LossConfig.as_rejection]
         problem = f"acceptance of {drafter} is not measured by overlap; it is of {', '.join(able)}"
         raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint="hiddenstore advise STORE --paired --drafter eagle3")
-    count = config.train.max_steps or 0
+    count = config.train.max_steps
+    if count is None:
+        problem = "train.max_steps=none: every drafter of a pair takes as many steps, and the samples follow from them"
+        raise ConfigError(problem, kind=Kind.OPTION_INVALID, hint="train.max_steps=200")
     ids = _sample_ids(store, count * config.data.batch_tokens)
     original = _copy(store, folder / ORIGINAL, None, ids, None)
     copies = {name: _copy(store, folder / name, name, ids, target) for name in recipes}

@@ -43,7 +43,7 @@ from trainer.presets import settings_file
 from trainer.settings import config_class, load_config, with_precision
 from trainer.train import checkpoint
 from trainer.train.checkpoint import DrafterSpec
-from trainer.train.epochs import epoch_snapshots, last_read, newest_until
+from trainer.train.epochs import branch_name, last_read, newest_until
 from trainer.train.log import METRICS
 from trainer.train.storage import CACHE_BYTES, Mirror, through_cache
 from trainer.train.track import require_trackers
@@ -163,9 +163,8 @@ def training_store(info: RunInfo) -> Store | None:
     snapshot = run_snapshot(info.run)
     fs = open_filesystem(info.spec.store)
     try:
-        published = epoch_snapshots(fs, snapshot.name)
         cursor = Cursor.from_json(checkpoint.read_state(info.checkpoint).cursor)
-        return Store.open(fs, newest_until(published, last_read(cursor)) or snapshot)
+        return Store.open(fs, newest_until(fs, snapshot.name, last_read(cursor)) or snapshot)
     except NotFoundError:
         return None
     except CorruptionError as error:
@@ -570,14 +569,18 @@ def _head_of_store(spec: checkpoint.DrafterSpec) -> HeadBundle:
 
 def branch(earlier: Path, run: Path) -> None:
     """Make ``run`` what the run of the checkpoint ``earlier`` was when it was saved; a resume drops the metrics that
-    came after. Raises ConflictError: ``output-exists``: ``run`` holds a run; CorruptionError: the checkpoint is
-    damaged. NotFoundError: ``checkpoint-missing``: there is none."""
+    came after. Its snapshot is of the same commits, under a name that says where it left the other run. Raises
+    ConflictError: ``output-exists``: ``run`` holds a run; CorruptionError: the checkpoint is damaged. NotFoundError:
+    ``checkpoint-missing``: there is none."""
     start = checkpoint.resolve(earlier)
-    checkpoint.load(start)
+    cursor = Cursor.from_json(checkpoint.load(start).state.cursor)
+    snapshot = run_snapshot(start.parent.parent)
+    name = branch_name(snapshot.name, last_read(cursor))
     with new_folder(run, lambda path: refuse_existing(path, "give another -o folder")) as folder:
         _copy_files(start.parent.parent, folder, left_out={checkpoint.FOLDER, EXPORTS, "wandb", "mlflow.db"})
         facts = read_facts(start.parent.parent).model_copy(update={"id": secrets.token_hex(8)})
         replace_file(folder / RUN_JSON, seal(facts))
+        replace_file(folder / SNAPSHOT, seal(snapshot.model_copy(update={"name": name})))
         _copy_files(start, folder / checkpoint.FOLDER / start.name)
         (folder / checkpoint.FOLDER / checkpoint.LATEST).write_text(f"{start.name}\n", encoding="utf-8")
 

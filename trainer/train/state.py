@@ -2,11 +2,14 @@
 the batches of each epoch, from the run's snapshot, or with ``train.follow`` from what the store holds when it begins.
 
 A run that follows publishes each epoch's list of commits in the store as the snapshot ``<the run's>.epoch-N`` before it
-reads them, and takes the list that lies there: a resume reads what the run read, and gc leaves it.
+reads them, and takes the list that lies there: a resume reads what the run read, and gc leaves it. A branch publishes
+under a name of its own, and reads the other run's lists up to the epoch in which it left it.
 """
 
 import json
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,27 +19,29 @@ import torch
 from torch import Tensor
 
 from hiddenstore.console.output import output
-from hiddenstore.data import Cursor, TokenBatches
+from hiddenstore.data import Cursor, PackedBatch, TokenBatches
 from hiddenstore.data.view import WHOLE
 from hiddenstore.errors import ConfigError, CorruptionError, Kind, StorageError
 from hiddenstore.files.documents import seal, unseal
 from hiddenstore.files.lock import FolderLock
+from hiddenstore.index.catalog import saved_snapshots
 from hiddenstore.index.table import SPLITS
+from hiddenstore.process import is_out_of_memory
 from hiddenstore.store import Store
 from hiddenstore.targets.load import pick_device
 from hiddenstore.threads import keep_freed_memory
 from schemas.manifest import Snapshot
 from trainer.config import LoopConfig, TrainConfig
 from trainer.drafters import DRAFTERS, drafter_kind
-from trainer.drafters.base import Drafter, DrafterInUse, Needs, Objective
+from trainer.drafters.base import Drafter, DrafterInUse, LossInputs, Needs, Objective
 from trainer.drafters.blocks import compile_blocks
 from trainer.losses.teacher import TargetInterface
-from trainer.parallel.context import ContextGroup, context_group
+from trainer.parallel.context import ContextGroup, context_group, shard_of
 from trainer.parallel.data_parallel import Ddp, full_state_dict, parallelize
 from trainer.parallel.group import ProcessGroup, limit_kernel_caches, require_own_gpus, uses_nccl
 from trainer.settings import config_class, view_of
 from trainer.train import checkpoint
-from trainer.train.epochs import epoch_name, epoch_snapshots, newest_until
+from trainer.train.epochs import epoch_name, newest_until
 from trainer.train.guard import BestCheckpoints, SpikeGuard
 from trainer.train.optim import Optimizer
 from trainer.train.run_folder import (
@@ -56,7 +61,8 @@ from trainer.vocab import DraftVocab, count_store, coverage
 @dataclass(eq=False)
 class TrainState:
     """Everything a step needs. ``store`` is opened at the run's snapshot, ``batches.store`` at that of the epoch;
-    ``step`` counts the steps done; ``begun``: the epoch that just began over what the store holds now."""
+    ``seed`` is that of the first weights, whatever a resume changed; ``step`` counts the steps done; ``begun``: the
+    epoch that just began over what the store holds now."""
 
     options: TrainOptions
     store: Store
@@ -73,6 +79,7 @@ class TrainState:
     target: TargetInterface
     spikes: SpikeGuard
     best: BestCheckpoints
+    seed: int
     step: int = 0
     validation: dict[str, Any] = field(default_factory=dict)
     begun: int | None = None
@@ -94,17 +101,15 @@ class TrainState:
 
     def _snapshot_at(self, cursor: Cursor, begins: bool) -> str:
         """Name of the published snapshot that the epoch of ``cursor`` reads; empty for the run's own."""
-        first = run_snapshot(self.path).name
-        published = epoch_snapshots(self.store.fs, first)
-        if begins and cursor.epoch and cursor.epoch not in published:
+        run, epoch = run_snapshot(self.path).name, cursor.epoch
+        if begins and epoch and (name := epoch_name(run, epoch)) not in saved_snapshots(self.store.fs):
             try:
-                name = epoch_name(first, cursor.epoch)
                 self.options.open_store().save_snapshot(name)
             except (StorageError, CorruptionError) as error:
-                output().warn(f"epoch {cursor.epoch + 1} reads no more than the one before it: {error.message}")
+                output().warn(f"epoch {epoch + 1} reads no more than the one before it: {error.message}")
             else:
                 return name
-        return newest_until(published, cursor.epoch) or ""
+        return newest_until(self.store.fs, run, epoch)
 
     @property
     def path(self) -> Path:
@@ -145,10 +150,12 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) ->
     drafter = config.drafter.model_copy(update={"vocab_size": vocab.size})
     config = config.model_copy(update={"drafter": drafter})
     with group.all_or_none():
+        newest = checkpoint.latest(options.run) if options.resume else None
+        seed = config.train.seed if newest is None else checkpoint.read_spec(newest).seed
         kind = drafter_kind(config.drafter.name)
         in_bf16 = multiplies_bf16(config, device)
         target = TargetInterface(head, vocab.to(device), store.capture.final_norm, in_bf16)
-        model = kind.build(config.drafter, target, config.train.seed).to(device)
+        model = kind.build(config.drafter, target, seed).to(device)
         model.tie_weights(head)
         model.train()
         model.recompute = config.train.checkpoint_activations
@@ -157,14 +164,11 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) ->
         objective = kind.objective(model, target, config.loss)
         batches = token_batches(store, config, group, device)
         total = config.train.max_steps or sum(batches.batches_per_epoch(epoch) for epoch in range(config.train.epochs))
-        newest = checkpoint.latest(options.run) if options.resume else None
         saved = checkpoint.load(newest) if newest is not None else None
         if saved is not None:
             checkpoint.fill(model, saved)
         elif config.train.init_from is not None:
             load_start(model, describe(config.train.init_from))
-        if group.is_first and not options.resume:
-            create(options.run, store, config, vocab, covered, lock=lock)
     group.broadcast(model.state_dict().values())
     parallel = parallelize(model, config.train.parallel, group, device)
     optimizer = Optimizer(model, config.optim, total, bf16=config.train.precision == "bf16" or None, group=group)
@@ -172,7 +176,7 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) ->
     best = BestCheckpoints(config.train, saved.state.standing if saved else None)
     state = TrainState(
         options, store, config, group, device, model, objective, parallel, context, optimizer, batches, covered, target,
-        spikes, best,
+        spikes, best, seed,
     )  # fmt: skip
     if saved is not None:
         with group.all_or_none():
@@ -181,9 +185,20 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) ->
             checkpoint.restore_rng(saved.optimizer)
             state.step = saved.state.step
         state.go_to(Cursor.from_json(saved.state.cursor))
+    if not options.resume:
+        _make_run(state, vocab, lock)
     if group.is_first:
         _warn_of_idle_ranks(state)
     return state
+
+
+def _make_run(state: TrainState, vocab: DraftVocab, lock: FolderLock) -> None:
+    """Make the folder of a new run, once it is known that its samples teach."""
+    for split in SPLITS:
+        _require_slots(state, split)
+    with state.group.all_or_none():
+        if state.group.is_first:
+            create(state.path, state.store, state.config, vocab, state.vocab_coverage, lock=lock)
 
 
 def _check_context(config: TrainConfig) -> None:
@@ -220,7 +235,7 @@ def save_checkpoint(state: TrainState, cursor: Cursor) -> None:
 def _write_checkpoint(
     state: TrainState, cursor: Cursor, weights: dict[str, Tensor], optimizer: dict[str, Tensor]
 ) -> None:
-    spec = checkpoint.DrafterSpec.of(state.config.drafter, state.store, state.config.train.seed, state.step)
+    spec = checkpoint.DrafterSpec.of(state.config.drafter, state.store, state.seed, state.step)
     document = checkpoint.CheckpointState(
         step=state.step,
         cursor=cursor.to_json(),
@@ -279,9 +294,16 @@ def _choose_vocabulary(options: TrainOptions, store: Store, config: TrainConfig,
     """That of the run, of the drafter it starts from, of ``vocab_file``, or the most frequent tokens."""
     if options.resume:
         return vocab_of(options.run, size), read_facts(options.run).vocab_coverage
-    init_from, file = config.train.init_from, config.drafter.vocab_file
+    init_from, file, known = config.train.init_from, config.drafter.vocab_file, config.drafter.vocab_size
+    most = max(size, store.capture.target.vocab_size)
+    if known > most:
+        raise ConfigError(
+            f"drafter.vocab_size={known} is more than the {most:,} tokens of the target of {store.path}",
+            kind=Kind.DRAFTER_SHAPE,
+            hint=f"drafter.vocab_size={most}",
+        )
     _require_taught(store, config)
-    if init_from is None and file is None and config.drafter.vocab_size >= store.capture.target.vocab_size:
+    if init_from is None and file is None and known >= store.capture.target.vocab_size:
         return DraftVocab.full(size), 1.0
     counts = count_store(store, size, view=view_of(config))
     if init_from is not None:
@@ -289,7 +311,7 @@ def _choose_vocabulary(options: TrainOptions, store: Store, config: TrainConfig,
     elif file is not None:
         vocab = DraftVocab.load(file, size)
     else:
-        vocab = DraftVocab.of_counts(counts, config.drafter.vocab_size)
+        vocab = DraftVocab.of_counts(counts, known)
     return vocab, coverage(vocab, counts)
 
 
@@ -314,6 +336,64 @@ def _require_taught(store: Store, config: TrainConfig) -> None:
         if split == "train" or config.train.patience is not None:
             raise ConfigError(problem, kind=Kind.MASK_EMPTY, hint=hint)
         output().warn(f"{problem}: nothing is validated; {hint}")
+
+
+def _require_slots(state: TrainState, split: str) -> None:
+    """Refuse what `_require_taught` does where the mask has tokens and the objective takes none: an answer of one token
+    opens no block. Mostly the first batch teaches."""
+    loop, batches = state.config.train, state.batches
+    words = "training split" if split == "train" else "validation split"
+    if split == "validation":
+        if not loop.validate_every or not (state.store.catalog.table.split == SPLITS.index(split)).any():
+            return
+        batches = token_batches(state.store, state.config, state.group, state.device, validation=True)
+    taught = torch.zeros((), dtype=torch.int64, device=state.device)
+    helps = told_what_helps(f"the packs of a step of the {words}", state.device)
+    each = iter(replace(batches, epochs=1, prefetch_bytes=1))
+    with helps:
+        while not taught:
+            with state.group.all_or_none():
+                batch = next(each, None)
+                if batch is not None:
+                    taught += sum(inputs.counts.sum() for inputs in inputs_of(state, batch.packs))
+            if batch is None:
+                break
+            state.group.all_reduce([taught])
+    if taught:
+        return
+    name = state.config.drafter.name
+    problem = (
+        f"no token of the {words} of {state.store.path} teaches {name} under its loss: the supervised tokens in a "
+        "row are too few for a slot, or none of them is in the draft vocabulary"
+    )
+    hint = "data.loss_on=all, a shorter drafter.block_size or a larger drafter.vocab_size, where the drafter has them"
+    if split == "train" or loop.patience is not None:
+        raise ConfigError(problem, kind=Kind.MASK_EMPTY, hint=hint)
+    output().warn(f"{problem}: nothing is validated; {hint}")
+
+
+@contextmanager
+def told_what_helps(what: str, device: torch.device) -> Iterator[None]:
+    """StorageError ``out-of-memory`` where ``what`` does not fit into memory."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise StorageError(
+            f"{what} do not fit into the memory of {device}: {(str(error).splitlines() or ['none is left'])[0]}",
+            kind=Kind.OUT_OF_MEMORY,
+            hint="shorter samples (data.max_tokens) or packs (data.pack_tokens), "
+            "train.checkpoint_activations=true, or train.context_parallel=N",
+        ) from error
+
+
+def inputs_of(state: TrainState, packs: Sequence[PackedBatch]) -> list[LossInputs]:
+    """What the losses of a rank's packs need, of its shards of them where ranks share a sequence."""
+    if state.context is not None:
+        # The deepest slot is taught `depths` rows on, by a row whose mask may lie one further.
+        packs = [shard_of(pack, state.context, state.objective.depths + 2) for pack in packs]
+    return [state.objective.prepare(pack) for pack in packs]
 
 
 def multiplies_bf16(config: TrainConfig, device: torch.device) -> bool:

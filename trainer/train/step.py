@@ -7,23 +7,21 @@ import math
 import shlex
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from hiddenstore.data import Cursor, GlobalBatch, PackedBatch
-from hiddenstore.errors import CaptureError, Kind, StorageError
-from hiddenstore.process import is_out_of_memory
+from hiddenstore.errors import CaptureError, Kind
 from trainer.drafters.base import LossInputs
 from trainer.evaluate.acceptance import DraftShape
 from trainer.evaluate.simulate import evaluate_packs
 from trainer.losses.fused_head import StepLosses
-from trainer.parallel.context import shard_of
 from trainer.parallel.data_parallel import unsharded
 from trainer.train.guard import MOST_IN_A_ROW
 from trainer.train.log import StepMetrics
-from trainer.train.state import TrainState, multiplies_bf16, token_batches
+from trainer.train.state import TrainState, inputs_of, multiplies_bf16, token_batches, told_what_helps
 
 VALIDATION_DRAFT_LEN = 3
 """The default of `hiddenstore eval`, so that the two numbers can be compared."""
@@ -56,22 +54,6 @@ def steps(state: TrainState) -> Generator[tuple[GlobalBatch, StepMetrics], None,
         yield batch, metrics
         # The next batch comes to a GPU while this one is still named.
         del batch, inputs
-
-
-@contextmanager
-def told_what_helps(what: str, device: torch.device) -> Iterator[None]:
-    """StorageError ``out-of-memory`` where ``what`` does not fit into memory."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise StorageError(
-            f"{what} do not fit into the memory of {device}: {(str(error).splitlines() or ['none is left'])[0]}",
-            kind=Kind.OUT_OF_MEMORY,
-            hint="shorter samples (data.max_tokens) or packs (data.pack_tokens), "
-            "train.checkpoint_activations=true, or train.context_parallel=N",
-        ) from error
 
 
 def train_step(state: TrainState, batch: GlobalBatch, inputs: Sequence[LossInputs], began: float) -> StepMetrics:
@@ -203,14 +185,6 @@ def autocast(state: TrainState) -> AbstractContextManager[Any]:
     if multiplies_bf16(state.config, state.device):
         return torch.autocast(state.device.type, dtype=torch.bfloat16)
     return nullcontext()
-
-
-def inputs_of(state: TrainState, packs: Sequence[PackedBatch]) -> list[LossInputs]:
-    """What the losses of a rank's packs need, of its shards of them where ranks share a sequence."""
-    if state.context is not None:
-        # The deepest slot is taught `depths` rows on, by a row whose mask may lie one further.
-        packs = [shard_of(pack, state.context, state.objective.depths + 2) for pack in packs]
-    return [state.objective.prepare(pack) for pack in packs]
 
 
 def _verify(state: TrainState) -> str:

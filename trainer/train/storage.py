@@ -88,18 +88,26 @@ class Mirror:
             self.behind = None
 
     def restore(self) -> None:
-        """Make the run folder from the mirror, with its newest checkpoint, where this machine has none. Raises
-        NotFoundError: ``checkpoint-missing``: the mirror holds no whole checkpoint."""
-        newest = max(self._whole(), key=lambda name: int(name.rpartition("-")[2]), default=None)
+        """Make the run folder from the mirror, with its newest checkpoint and those that validated best by then, where
+        this machine has none. Raises NotFoundError: ``checkpoint-missing``: the mirror holds no whole checkpoint."""
+        whole = self._whole()
+        newest = max(whole, key=lambda name: int(name.rpartition("-")[2]), default=None)
         if newest is None:
             raise NotFoundError(f"{self.location} holds no whole checkpoint", kind=Kind.CHECKPOINT_MISSING)
         with new_folder(self.run) as run:
             for name in self.files:
                 (run / name).write_bytes(_read(self._fs, name))
-            folder = run / checkpoint.FOLDER / newest
-            folder.mkdir(parents=True)
-            for name in self._fs.list(f"{checkpoint.FOLDER}/{newest}"):
-                (folder / name).write_bytes(self._fs.read(f"{checkpoint.FOLDER}/{newest}/{name}"))
+            self._fetch(newest, run)
+            best = checkpoint.read_state(run / checkpoint.FOLDER / newest).standing.best
+            for name in best.keys() & set(whole) - {newest}:
+                self._fetch(name, run)
+
+    def _fetch(self, name: str, run: Path) -> None:
+        """Copy a checkpoint of the mirror into the folder ``run``."""
+        folder = run / checkpoint.FOLDER / name
+        folder.mkdir(parents=True)
+        for file in self._fs.list(f"{checkpoint.FOLDER}/{name}"):
+            (folder / file).write_bytes(self._fs.read(f"{checkpoint.FOLDER}/{name}/{file}"))
 
     def _whole(self) -> list[str]:
         names = [name for name in self._fs.list(checkpoint.FOLDER) if re.fullmatch(r"step-\d+", name)]
