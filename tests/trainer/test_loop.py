@@ -76,6 +76,16 @@ def test_a_cut_that_leaves_nothing_to_teach_is_refused_before_the_first_step(sto
     assert not (tmp_path / "run").exists()
 
 
+def test_a_store_without_a_training_split_is_refused_as_such_whatever_is_taught_of_it(tmp_path: Path) -> None:
+    made = store_of(tmp_path, [replace(one, split="validation") for one in make_samples(6)])
+    for words in (WORDS, [*WORDS, "data.loss_on=all"]):
+        with pytest.raises(ConfigError, match="holds no samples, the validation split all 6") as caught:
+            train(made.path, tmp_path / "run", words=words)
+        assert caught.value.kind == "split-empty"
+        assert "--val 10%" in str(caught.value.hint)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_store_that_supervises_nothing_is_refused_instead_of_trained_on_for_nothing(tmp_path: Path) -> None:
     samples = []
     for one in make_samples(6):
