@@ -23,7 +23,7 @@ from hiddenstore.files.lock import WRITER
 from hiddenstore.settings import load as load_settings
 from hiddenstore.settings import written
 from tests.forked import Forked, command
-from tests.tiny_world import LAYERS, World, error_of, run, tree
+from tests.tiny_world import LAYERS, World, chat, error_of, run, tree, write_rows
 
 USAGE, CORRUPT, CONFLICT = 2, 3, 6
 SMALL = {"loss": {"steps": 2}, "data": {"batch_tokens": 512, "pack_tokens": 256}}
@@ -495,6 +495,30 @@ def test_a_target_and_its_data_are_all_it_takes(world: World, tmp_path: Path) ->
     target = ("--target", world / "target", "--data", world / "chats.jsonl", "-o", str(out), "-q")
     assert run("run", small, *words, *target) == 0
     assert (out / "eagle3" / "drafter" / "model.safetensors").is_file()
+
+
+def test_data_that_holds_no_sample_for_eval_is_refused_before_anything_is_captured(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chats = write_rows(tmp_path / "few.jsonl", [chat(number) for number in range(3)])
+    drafters = {"medusa": {"drafter": "medusa", "settings": {"train": {"max_steps": 1}, "data": SMALL["data"]}}}
+    file = write_pipeline(world, tmp_path, inputs=[chats], drafters=drafters, prepare={})
+    assert run("run", file, "-q") == USAGE
+    problem, fix = error_of(capsys.readouterr().err)
+    assert "data holds 3 train and 0 validation samples: eval would read none" in problem
+    assert not (tmp_path / "out" / "store").exists()
+    assert fix.startswith("eval.split=train; ")
+    again = document(capsys, file, "eval.split=train")
+    assert [stage["stage"] for stage in again["stages"] if stage["was_done"]] == ["prepare"]
+
+
+def test_data_without_a_sample_to_train_on_is_refused_before_anything_is_captured(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("run", write_pipeline(world, tmp_path, prepare={"val": "100%"}), "-q") == USAGE
+    problem, fix = error_of(capsys.readouterr().err)
+    assert "data holds 0 train and 40 validation samples: train would read none" in problem
+    assert fix.startswith(f"rm -r {tmp_path / 'out' / 'data'}, then prepare.val=10%")
 
 
 def test_words_without_a_file_or_beside_one_are_usage_errors(world: World, tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def _acceptance(measured: Measured | None, info: RunInfo) -> Section:
     if measured is None:
         text = "its store is gone or has nothing to draft: acceptance was not measured"
         return Section("Acceptance", tag("p", text, class_="none"), verdicts=(Verdict("unknown", text),))
-    trained, floor_length = measured.trained.tally, measured.floor.accepted_length
+    trained, floor_length, order = measured.trained.tally, measured.floor.accepted_length, measured.floor.order
     positions = {
         "drafter": trained.per_position,
         "n-gram floor": list(measured.floor.per_position),
@@ -183,7 +183,7 @@ def _acceptance(measured: Measured | None, info: RunInfo) -> Section:
     }
     lengths = {
         "drafter": trained.accepted_length,
-        f"n-gram table of order {measured.floor.order}": floor_length,
+        "n-gram table" + (f" of order {order}" if order else ""): floor_length,
         "untrained": measured.untrained.tally.accepted_length,
     }
     bars = [Bar(name, _number(value), _length(value), series) for series, (name, value) in enumerate(lengths.items())]

@@ -204,6 +204,21 @@ def check_settings(drafter: str | None, file: str | Path | None, words: Sequence
     settings.check(config_class(_drafter_name(drafter, file, words, None)), file, words)
 
 
+def refuse_overruled(words: Sequence[str], loop: LoopConfig, resume_command: str) -> None:
+    """Refuse ``train.epochs`` of a resume where ``max_steps``, which the run has, ends it whatever the epochs. Raises
+    ConfigError: ``resume-settings``."""
+    named = [key for key in ("epochs", "max_steps") if settings.assignments(f"train.{key}", None, words)]
+    if named != ["epochs"] or loop.max_steps is None:
+        return
+    # A run that follows its store has no other end.
+    change = "train.max_steps=N" if loop.follow else f"train.epochs={loop.epochs} train.max_steps=none"
+    raise ConfigError(
+        f"train.epochs={loop.epochs} changes nothing: the run ends at its train.max_steps={loop.max_steps}, which wins",
+        kind=Kind.RESUME_SETTINGS,
+        hint=f"{resume_command} {change}",
+    )
+
+
 def _drafter_name(flag: str | None, file: str | Path | None, words: Sequence[str], start: DrafterConfig | None) -> str:
     """What flag, file, words and the drafter to start from agree on; ``eagle3`` when none names one."""
     named = [("--drafter", flag)] if flag is not None else []

@@ -20,6 +20,7 @@ from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import seconds
 from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
 from hiddenstore.files.documents import load, seal
+from hiddenstore.files.layout import DATA_JSON
 from hiddenstore.files.lock import WRITER, FolderLock
 from hiddenstore.fs import require_local
 from hiddenstore.fs.local import LocalFilesystem
@@ -28,6 +29,7 @@ from hiddenstore.registry import nearest
 from hiddenstore.settings import all_problems, written
 from hiddenstore.settings import load as load_settings
 from schemas.base import FORMAT_VERSION, Document, Format
+from schemas.prepared import PreparedData
 
 Section = dict[str, str | Any]
 """Options of a command by their long names, with ``_`` or ``-``: ``max-tokens: 2048``, ``full: true``. ``str``: what is
@@ -320,6 +322,8 @@ def _do_all(pipeline: Pipeline, stages: Sequence[Stage], out: Path) -> list[Stag
             clock.took(stage, done.seconds)
         finished.append((stage, done))
         results.append(StageResult(stage, json.loads(done.answer), done.seconds, earlier is not None))
+        if stage.command == "prepare":
+            _require_splits(Path(pipeline.out, _DATA), pipeline.eval.get("split") or "validation")
     return results
 
 
@@ -366,6 +370,20 @@ class _Clock:
         pace = (self._needed_s + 300) / (self._expected_s + 300)
         left = pace * sum(self._expected[index:])
         return f"  about {seconds(round(pace * self._expected[index]))}, {seconds(round(left))} to the end"
+
+
+def _require_splits(data: Path, walked: str) -> None:
+    """Refuse, before anything is captured, data without a sample to train on or in the split that ``eval`` walks."""
+    prepared = load(LocalFilesystem(data), DATA_JSON, PreparedData)
+    counts = {"train": prepared.samples - prepared.validation_samples, "validation": prepared.validation_samples}
+    empty = next((split for split in ("train", walked) if not counts[split]), None)
+    if empty is None:
+        return
+    reader, hint = "train", f"{shlex.join(['rm', '-r', str(data)])}, then prepare.val=10%"
+    if empty == "validation":
+        reader, hint = "eval", f"eval.split=train; or {hint} or more conversations"
+    problem = f"{data} holds {counts['train']:,} train and {counts['validation']:,} validation samples"
+    raise ConfigError(f"{problem}: {reader} would read none", kind=Kind.SPLIT_EMPTY, hint=hint)
 
 
 def _finished_before(fs: LocalFilesystem, stage: Stage, built_on: str) -> DoneStage | None:

@@ -177,6 +177,13 @@ def test_the_floor_over_training_text_is_of_tables_that_have_not_seen_it(tmp_pat
     assert 0 < unseen.training_tokens < seen.training_tokens
 
 
+def test_tables_that_saw_no_training_text_are_no_floor(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples=1)
+    (sample,) = (store.sample(name) for name in store.sample_ids)
+    unseen = floor(store, [(sample.input_ids, sample.loss_mask)], 3, "train")
+    assert (unseen.training_tokens, unseen.accepted_length, unseen.order) == (0, None, None)
+
+
 def test_two_drafters_are_walked_over_the_same_text(tmp_path):
     store = make_store(tmp_path, samples=6)
     first, second = evaluate([make_drafter(64), make_drafter(64, seed=1)], store, "train", [DraftShape(2)])

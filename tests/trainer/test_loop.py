@@ -76,6 +76,31 @@ def test_a_cut_that_leaves_nothing_to_teach_is_refused_before_the_first_step(sto
     assert not (tmp_path / "run").exists()
 
 
+def test_a_store_without_a_training_split_is_refused_as_such_whatever_is_taught_of_it(tmp_path: Path) -> None:
+    made = store_of(tmp_path, [replace(one, split="validation") for one in make_samples(6)])
+    for words in (WORDS, [*WORDS, "data.loss_on=all"]):
+        with pytest.raises(ConfigError, match="holds no samples, the validation split all 6") as caught:
+            train(made.path, tmp_path / "run", words=words)
+        assert caught.value.kind == "split-empty"
+        assert "--val 10%" in str(caught.value.hint)
+    assert not (tmp_path / "run").exists()
+
+
+def test_epochs_that_the_steps_of_a_run_overrule_are_refused_on_a_resume_with_the_words_that_do_it(
+    store: Store, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    train(store.path, run, words=[*WORDS, "train.max_steps=2"])
+    with pytest.raises(ConfigError, match=r"train.epochs=2 changes nothing: .* train.max_steps=2") as caught:
+        train(store.path, run, words=["train.epochs=2"], resume=True)
+    assert caught.value.kind == "resume-settings"
+    words = str(caught.value.hint).rpartition("--resume ")[2].split()
+    assert words == ["train.epochs=2", "train.max_steps=none"]
+    report = train(store.path, run, words=words, resume=True)
+    batches = TokenBatches(store, batch_tokens=160, pack_tokens=80)
+    assert report.steps == batches.batches_per_epoch(0) + batches.batches_per_epoch(1)
+
+
 def test_a_store_that_supervises_nothing_is_refused_instead_of_trained_on_for_nothing(tmp_path: Path) -> None:
     samples = []
     for one in make_samples(6):

@@ -1,5 +1,6 @@
 """A validation says what the weights are worth, and not what was drawn for it or what nothing teaches."""
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -7,13 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from hiddenstore.cli import main
 from hiddenstore.files.lock import FolderLock
 from hiddenstore.process import Rank
 from hiddenstore.records import Sample
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import make_samples, sample_id
-from tests.trainer.runs import ON_CPU, store_of, tiny_store
+from tests.trainer.runs import ON_CPU, WORDS, store_of, tiny_store
 from trainer.parallel.group import ProcessGroup
 from trainer.train.run_folder import TrainOptions
 from trainer.train.state import TrainState, build_state
@@ -68,3 +71,18 @@ def test_a_validation_split_that_teaches_nothing_is_no_loss_of_zero(tmp_path: Pa
     with fresh(store_of(tmp_path, samples), tmp_path, "eagle3", ON_CPU) as state:
         validate(state)
         assert state.validation == {}
+
+
+def test_the_next_commands_of_a_store_without_validation_samples_go_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_of(tmp_path, [replace(one, split="train") for one in make_samples(6)])
+    monkeypatch.chdir(tmp_path)
+    words = ["train", store.path, "-o", "run", *WORDS, "train.max_steps=1"]
+    nexts = []
+    for _ in range(3):
+        result = CliRunner().invoke(main, words, catch_exceptions=False)
+        assert result.exit_code == 0, result.stderr
+        nexts.append(result.stderr.rpartition("next: hiddenstore ")[2].strip())
+        words = shlex.split(nexts[-1])
+    assert nexts[:2] == [f"eval run {store.path} --split train", "export run --engine vllm -o drafter"]

@@ -333,7 +333,10 @@ def _simulate(
     if live is not None:
         _keep_what_pays(document, info.run)
     judge(document, info, trained_on)
-    output().hint("hiddenstore", "decode", run, *target_words(text.capture.target), "--prompts", path)
+    if any(entry.split == "validation" for _, entry in text.entries):
+        output().hint("hiddenstore", "decode", run, *target_words(text.capture.target), "--prompts", path)
+    else:
+        output().hint("hiddenstore", "export", run, "--engine", "vllm", "-o", "drafter")
 
 
 def _require_its_target(

@@ -163,7 +163,8 @@ def _show_report(report: "TrainReport", run: str, store: str) -> None:
     elif report.was_finished:
         output().note(f"nothing to do: {run} finished at step {report.steps:,}; more steps: train.max_steps=N --resume")
     is_best = report.best_checkpoint in (None, report.checkpoint)
-    output().hint("hiddenstore", "eval", run, store, *([] if is_best else ["--best"]))
+    split = [] if report.validation_samples else ["--split", "train"]
+    output().hint("hiddenstore", "eval", run, store, *split, *([] if is_best else ["--best"]))
 
 
 def _prepare(earlier: str | None, target: str | None, run: str, store: str, drafter: str | None) -> tuple[str, ...]:

@@ -37,8 +37,8 @@ Text = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class NgramFloor:
-    """Accepted length of the best order, and of each order 1 … 4 in turn; ``training_tokens`` the tables saw.
-    ``per_position``: of the best order, as `AcceptanceTally.per_position`."""
+    """Accepted length of the best order, and of each order 1 … 4 in turn; ``training_tokens`` the tables saw: none give
+    no length. ``per_position``: of the best order, as `AcceptanceTally.per_position`."""
 
     accepted_length: float | None
     order: int | None
@@ -108,13 +108,14 @@ def _walked(parts: Sequence[tuple[NgramTables, Sequence[Text]]], draft_len: int)
             following = np.append(ids[1:].astype(np.int64), -2)
             for tally, predicted in zip(tallies, tables.predict(ids), strict=True):
                 walk(hits_of_next_token(predicted == following, draft_len), mask, tally)
-    lengths = tuple(tally.accepted_length for tally in tallies)
+    trained = min(tables.training_tokens for tables, _ in parts)
+    lengths = tuple(tally.accepted_length if trained else None for tally in tallies)
     best = max(((length, -order) for order, length in enumerate(lengths, 1) if length is not None), default=None)
     return NgramFloor(
         accepted_length=best[0] if best else None,
         order=-best[1] if best else None,
         per_order=lengths,
-        training_tokens=min(tables.training_tokens for tables, _ in parts),
+        training_tokens=trained,
         per_position=tuple(tallies[-best[1] - 1].per_position) if best else (),
     )
 

@@ -22,6 +22,7 @@ from hiddenstore.data.read import SampleSlot
 from hiddenstore.errors import InterruptError, Kind
 from hiddenstore.files.lock import FolderLock
 from hiddenstore.fs import require_local
+from hiddenstore.index.table import SPLITS
 from hiddenstore.inspect.forecast import EXPECTED_DRAFTER, expectation
 from hiddenstore.process import Drain, drain_on_signal, from_environment, peak_bytes
 from trainer.parallel.data_parallel import unsharded
@@ -133,8 +134,9 @@ def _value_text(value: Any) -> str:
 @dataclass(frozen=True)
 class TrainReport:
     """How a run ended. loss, acc: of the last step; validation: the last one (`step.validate`), empty without a
-    validation split; best_checkpoint: None where it was not kept; skipped_steps: loss spikes. was_finished: there was
-    nothing left to do. ``forecast``: the members of the `Forecast` that was made before the first step."""
+    validation split; validation_samples: of the store; best_checkpoint: None where it was not kept; skipped_steps: loss
+    spikes. was_finished: there was nothing left to do. ``forecast``: the members of the `Forecast` that was made before
+    the first step."""
 
     run: Path
     checkpoint: Path
@@ -142,6 +144,7 @@ class TrainReport:
     loss: float
     acc: list[float]
     validation: dict[str, Any]
+    validation_samples: int
     best_checkpoint: Path | None
     skipped_steps: int
     stopped_early: bool
@@ -316,6 +319,7 @@ def _report(state: TrainState, last: dict[str, Any], began: float, was_finished:
         trainable_parameters=state.trainable,
         vocab_coverage=state.vocab_coverage,
         validation=state.validation,
+        validation_samples=int((state.store.catalog.table.split == SPLITS.index("validation")).sum()),
         best_checkpoint=next((path for path in best if path.is_dir()), None),
         skipped_steps=state.spikes.skipped,
         stopped_early=state.step < state.total_steps and state.best.is_out_of_patience,

@@ -40,7 +40,7 @@ from trainer.drafters import check_store, drafter_kind, refuse_target
 from trainer.drafters.base import Drafter, DrafterInUse
 from trainer.losses.teacher import TargetInterface
 from trainer.presets import settings_file
-from trainer.settings import config_class, load_config, with_precision
+from trainer.settings import config_class, load_config, refuse_overruled, with_precision
 from trainer.train import checkpoint
 from trainer.train.checkpoint import DrafterSpec
 from trainer.train.epochs import branch_name, last_read, newest_until
@@ -437,6 +437,7 @@ def reopen(options: TrainOptions) -> tuple[Store, TrainConfig]:
         )
     store = _same_store(options)
     config = settings.load(config_class(name), path / CONFIG, options.words)
+    refuse_overruled(options.words, config.train, options.resume_command)
     config = with_precision(config, measure=any(word.startswith("train.precision=") for word in options.words))
     require_trackers(config.train)
     _require_validation(store, config.train)

@@ -321,9 +321,15 @@ def _require_taught(store: Store, config: TrainConfig) -> None:
     view, table = view_of(config), store.catalog.table
     for number, split in enumerate(SPLITS if len(table.split) else ()):
         samples = table.ids.take(np.flatnonzero(table.split == number))
+        if not len(samples):
+            if split == "validation":
+                continue
+            raise ConfigError(
+                f"the training split of {store.path} holds no samples, the validation split all {len(table.split):,}",
+                kind=Kind.SPLIT_EMPTY,
+                hint="hiddenstore prepare INPUT -o DATA --target T --val 10%",
+            )
         if any(view.mask(store.sample(name))[: view.max_tokens].any() for name in samples):
-            continue
-        if split == "validation" and not len(samples):
             continue
         words = "training split" if split == "train" else "validation split"
         problem, hint = f"no token of the {words} of {store.path} teaches", "data.loss_on=all"
