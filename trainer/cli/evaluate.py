@@ -292,7 +292,6 @@ def _simulate(
 ) -> None:
     from hiddenstore.console.progress import Progress
     from hiddenstore.store import Store
-    from hiddenstore.targets.identity import target_words
     from hiddenstore.targets.load import pick_device
     from trainer.evaluate import simulate
     from trainer.evaluate.target import load_live_target
@@ -333,6 +332,13 @@ def _simulate(
     if live is not None:
         _keep_what_pays(document, info.run)
     judge(document, info, trained_on)
+    _say_what_is_next(run, text, path)
+
+
+def _say_what_is_next(run: str, text: "Store", path: str) -> None:
+    """`decode` reads the prompts of a validation split, which a small store lacks."""
+    from hiddenstore.targets.identity import target_words
+
     if any(entry.split == "validation" for _, entry in text.entries):
         output().hint("hiddenstore", "decode", run, *target_words(text.capture.target), "--prompts", path)
     else:
