@@ -9,7 +9,6 @@ from tests.bad_input import (
     CONFLICT,
     FOUND,
     MISFIT,
-    STORAGE,
     USAGE,
     Case,
     check,
@@ -185,7 +184,7 @@ CASES = [
         "tokenizer-mismatch",
         (),
     ),
-    Case("STORE is a file", collect(store="chats.jsonl"), STORAGE, "io-error", ("chats.jsonl",)),
+    Case("STORE is a file", collect(store="chats.jsonl"), CONFLICT, "output-exists", ("chats.jsonl",)),
     Case("STORE is another folder", collect(store="target"), CONFLICT, "output-exists", ("target",)),
     # regenerate
     Case(
