@@ -17,7 +17,10 @@ from hiddenstore.console.text import plural, size
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
 from hiddenstore.files.damage import raise_refusal
 from hiddenstore.files.layout import STORE_JSON, kind_of, missing
+from hiddenstore.files.lock import FolderLock
 from hiddenstore.fs import is_address, open_filesystem
+from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.fs.publish import make_folder
 
 if TYPE_CHECKING:
     from hiddenstore.share.remote import Advance, Begin, Remote
@@ -77,7 +80,7 @@ def push(
     text = None if card is None else _read_card(card)
     with ExitStack() as made:
         if is_store:
-            store = _staged(open_store(source), remote, part)
+            store = _staged(open_store(source), remote, part, made)
             text = store_card(store, address, measured, sample) if text is None else text
             report = push_store(store, remote, text, public, _shown(made))
         else:
@@ -106,8 +109,9 @@ def _nothing_to_push(place: str) -> NotFoundError:
     )
 
 
-def _staged(store: "Store", remote: "Remote", part: Mapping[str, Any]) -> "Store":
-    """The store to push: the one given, or what had to be copied of it."""
+def _staged(store: "Store", remote: "Remote", part: Mapping[str, Any], made: ExitStack) -> "Store":
+    """The store to push: the one given, or what had to be copied of it, into which nobody else copies until ``made``
+    ends."""
     from hiddenstore.inspect.samples import parse_where
     from hiddenstore.share.hub import HubRemote
     from hiddenstore.share.push import open_staging, staging_reason
@@ -122,6 +126,10 @@ def _staged(store: "Store", remote: "Remote", part: Mapping[str, Any]) -> "Store
     beside = Path(name) if is_address(store.path) else Path(store.path).absolute().with_name(name)
     place = Path(staging or beside)
     output().note(f"{reason}: it is copied to {place} first, which stays for the next push")
+    make_folder(place)
+    made.callback(LocalFilesystem(place).remove_empty, ".")
+    # What another choice brought meanwhile would be pushed too.
+    made.enter_context(FolderLock(place, "staging folder", "wait for it, or --staging ANOTHER")).take()
     opened = open_staging(store, place, keep, layers, isinstance(remote, HubRemote))
     for note in opened.notes:
         output().warn(note)

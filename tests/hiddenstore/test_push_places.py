@@ -8,6 +8,7 @@ import pytest
 from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.cli import main
 from hiddenstore.errors import ConflictError, CorruptionError, StorageError
+from hiddenstore.files.lock import WRITER, FolderLock
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.inspect.samples import parse_where
 from hiddenstore.share import hub
@@ -217,6 +218,30 @@ def test_a_staging_folder_that_is_to_hold_samples_of_another_choice_is_refused(t
     assert not len(Store.open(staging))
     with pytest.raises(ConflictError, match="holds 10 samples not among those to push"):
         open_staging(store, staging, parse_where([], "validation"), None, False)
+
+
+def test_two_pushes_do_not_copy_into_one_staging_folder_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, staging = make_store(tmp_path / "store", samples=6), tmp_path / "staging"
+    words = ["push", store.path, f"{tmp_path}/place", "--where", "tokens>0", "--staging", str(staging)]
+    staging.mkdir()
+    with FolderLock(staging) as lock:
+        lock.take()
+        with pytest.raises(SystemExit, match="6"):
+            main(words)
+    assert "one process at a time writes a staging folder" in capsys.readouterr().err
+    assert not (tmp_path / "place").exists()
+    main(words, standalone_mode=False)
+    assert sorted(Store.open(tmp_path / "place").sample_ids) == sorted(store.sample_ids)
+    assert not (staging / WRITER).exists()
+
+
+def test_a_push_of_nothing_leaves_no_staging_folder(tmp_path: Path) -> None:
+    store, staging = make_store(tmp_path / "store"), tmp_path / "staging"
+    with pytest.raises(SystemExit, match="2"):
+        main(["push", store.path, f"{tmp_path}/place", "--where", "tokens>999999", "--staging", str(staging)])
+    assert not staging.exists()
 
 
 def test_a_staging_folder_may_hold_what_a_repair_of_its_source_dropped(tmp_path: Path) -> None:
