@@ -130,6 +130,22 @@ def vllm_dspark(config: Mapping[str, Any]) -> Shapes:
     return vllm_dflash(config) | dspark(config)
 
 
+def domino(config: Mapping[str, Any]) -> Shapes:
+    """What SGLang's DFlash has besides where its projector is Domino's."""
+    said, width = config["dflash_config"], config["hidden_size"]
+    hidden, rank = said["gru_hidden_dim"], said["emb_dim"]
+    assert said["projector_type"] == "domino"
+    assert config["emb_dim"] == rank
+    assert isinstance(said["shift_label"], bool)
+    assert said["pure_draft_prefix_len"] == 1
+    return {
+        "prefix_gru.weight_ih_l0": [3 * hidden, width],
+        "prefix_gru.weight_hh_l0": [3 * hidden, hidden],
+        "embed_proj.0.weight": [rank, width + hidden],
+        "embed_proj.2.weight": [config["vocab_size"], rank],
+    }
+
+
 def dflash2(config: Mapping[str, Any]) -> Shapes:
     """What vLLM's and SGLang's DFlash2 has besides DFlash."""
     said, width, vocab = config["dflash_config"], config["hidden_size"], config["vocab_size"]
@@ -238,6 +254,7 @@ LOADERS: dict[tuple[str, str], Loader] = {
     ("sglang", "dspark"): Loader(lambda c: dflash(c) | dspark(c)),
     ("vllm", "dflash2"): Loader(lambda c: vllm_dflash(c) | dflash2(c), shared=frozenset({"lm_head.weight"})),
     ("sglang", "dflash2"): Loader(lambda c: dflash(c) | dflash2(c)),
+    ("sglang", "domino"): Loader(lambda c: dflash(c) | domino(c)),
     ("trtllm", "eagle3"): Loader(
         lambda c: eagle3(c, "hidden_norm"), trtllm_midlayer, frozenset({"embed_tokens.weight"})
     ),

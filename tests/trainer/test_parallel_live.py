@@ -30,11 +30,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "jetspec": ("dflash", {"causal": True, "block_size": 4, "num_layers": 2}),
     "dflash with causal windows": ("dflash", {"sliding_window": 6, "sliding_causal": True, "block_size": 4}),
     "dspark": ("dspark", {"block_size": 3, "num_layers": 2, "markov_rank": 8}),
+    "domino": ("domino", {"block_size": 4, "num_layers": 2, "gru_hidden_dim": 8, "emb_dim": 8}),
 }
 
 
 @pytest.mark.parametrize(
-    "name", ["peagle", "jetspec", "dspark", pytest.param("dflash with causal windows", marks=pytest.mark.slow)]
+    "name", ["peagle", "jetspec", "dspark", "domino", pytest.param("dflash with causal windows", marks=pytest.mark.slow)]
 )
 def test_live_decoding_is_greedy_and_eval_counts_the_same(name: str) -> None:
     model, tokenizer = make_model(), make_tokenizer()

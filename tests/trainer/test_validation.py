@@ -26,6 +26,7 @@ BLOCKS = ["drafter.mask_token_id=0", "drafter.block_size=4", "loss.num_anchors=3
 DRAWING = {
     "dflash": BLOCKS,
     "dspark": BLOCKS,
+    "domino": BLOCKS,
     "peagle": ["drafter.mask_token_id=0", "drafter.num_layers=1", "loss.steps=3"],
 }
 OTHERS = [word for word in ON_CPU if not word.startswith(("loss.", "drafter.hidden_size", "drafter.vocab"))]

@@ -24,6 +24,7 @@ DRAFTERS: "Registry[DrafterKind[Any, Any, Any]]" = Registry(
         "peagle": "trainer.drafters.peagle:PEAGLE",
         "dspark": "trainer.drafters.dspark:DSPARK",
         "dflash2": "trainer.drafters.dflash2:DFLASH2",
+        "domino": "trainer.drafters.domino:DOMINO",
         "mtp": "trainer.drafters.mtp:MTP",
     },
     "trainer.drafters.base:DrafterKind",

@@ -40,11 +40,13 @@ class Needs:
 class Drafter(nn.Module):
     """A drafter's weights. ``state_dict`` is what a checkpoint stores; tables of the target are not in it. ``rng_key``:
     seed and number of the step in progress, in every validation the same pair. Whatever is drawn at random is a
-    function of these and the sample ids, hence the same after a resume and under any number of ranks. ``recompute``:
-    layers are made again in the backward (`trainer.drafters.blocks.recomputed`)."""
+    function of these and the sample ids, hence the same after a resume and under any number of ranks. ``progress``: the
+    part of the run's steps that is done, 1 in every validation. ``recompute``: layers are made again in the backward
+    (`trainer.drafters.blocks.recomputed`)."""
 
     config: DrafterConfig
     rng_key: tuple[int, int] = (0, 0)
+    progress: float = 1.0
     recompute: bool = False
 
     def tie_weights(self, head: HeadBundle) -> None:

@@ -171,16 +171,26 @@ class BlockObjective:
         states = self.model.block_states(inputs.batch, inputs.block_map)
         return self.losses_of(states, inputs, self.scales(denominators))
 
-    def losses_of(self, states: Tensor, inputs: BlockInputs, scales: Tensor) -> StepLosses:
-        """The same of states [N*K, D] of its slots."""
+    def losses_of(
+        self,
+        states: Tensor,
+        inputs: BlockInputs,
+        scales: Tensor,
+        *,
+        head: Tensor | None = None,
+        fixed: Tensor | None = None,
+    ) -> StepLosses:
+        """The same of states [N*K, D] of its slots, or under another ``head`` and what is ``fixed`` before it (see
+        `head_losses`)."""
         by_losses = self.loss.weighting == "dpace"
         return head_losses(
             states,
-            self.model.head_weight(),
+            self.model.head_weight() if head is None else head,
             self._supervision(inputs, complete=by_losses),
             scales,
             LOSSES["text_ce"],
             weigh=partial(dpace_weights, alpha=self.loss.dpace_alpha) if by_losses else None,
+            fixed=fixed,
         )
 
     def scales(self, denominators: Tensor) -> Tensor:
@@ -344,11 +354,13 @@ class DFlashLayer(DecoderLayer):
 
 
 class DFlash(Drafter):
-    """The drafter. Embeddings and, unless ``train_head``, the LM head are the target's and never saved."""
+    """The drafter. Embeddings and, unless ``train_head``, the LM head are the target's and never saved. ``unread``:
+    slots at a block's end that are filled and propose nothing."""
 
     config: DFlashConfig
     layer: type[DFlashLayer] = DFlashLayer
     chained: bool = False
+    unread: int = 0
     frozen_embeddings: Tensor
     frozen_head: Tensor | None
     _draft_ids: Tensor | None
@@ -414,7 +426,10 @@ class DFlash(Drafter):
         """Draft logits are its product with states: [U, D]."""
         return self.lm_head.weight if self.frozen_head is None else self.frozen_head
 
-    def logits(self, states: Tensor, previous: Tensor) -> Tensor:
+    def before(self, tokens: Tensor) -> Tensor:
+        return tokens.flatten()
+
+    def logits(self, states: Tensor, before: Tensor) -> Tensor:
         return draft_logits(states, self.head_weight())
 
     def context(self, aux: Tensor, positions: Tensor, ranges: tuple[SlotRange, ...] | None = None) -> list[KeyValues]:
@@ -434,9 +449,9 @@ class DFlash(Drafter):
         self, tokens: Tensor, positions: Tensor, context: list[KeyValues], blocks: Blocks, slots: tuple[int, int]
     ) -> Tensor:
         """States after the final norm [N*S, D] of slots first…last of blocks that open with ``tokens`` int64 [N] at
-        ``positions`` int64 [N]; ``blocks`` index the rows of ``context``. A block ends with the last slot, as engines
-        fill no more slots than they draft (vLLM's ``dflash.py``: one and the drafted)."""
-        size = slots[1]
+        ``positions`` int64 [N]; ``blocks`` index the rows of ``context``. A block ends with the last slot and those
+        ``unread``, as engines fill no more slots than they draft (vLLM's ``dflash.py``: one and the drafted)."""
+        size = slots[1] + self.unread
         at = positions[:, None] + torch.arange(size, device=positions.device)
         opening = F.embedding(F.pad(tokens, (0, 1), value=self.config.mask_token_id), self.frozen_embeddings)
         x = opening.to(self.fc.weight.dtype)[:, None]
@@ -477,7 +492,8 @@ class DFlash(Drafter):
         """States after the final norm of the slots of every block that propose: [N*K, D]."""
         context = self.context(batch.aux, batch.positions, block_map.context)
         tokens, positions = batch.input_ids[block_map.anchors], batch.positions[block_map.anchors]
-        return self.fill(tokens, positions, context, block_map.blocks, (self.first_slot, self.block_size))
+        slots = (self.first_slot, self.first_slot + self.config.longest)
+        return self.fill(tokens, positions, context, block_map.blocks, slots)
 
 
 def spread(x: Tensor, block_size: int) -> Tensor:

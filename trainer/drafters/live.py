@@ -226,8 +226,12 @@ class BlockModel(Protocol):
     def window(self) -> int | None:
         """How far a slot sees."""
 
-    def logits(self, states: Tensor, previous: Tensor) -> Tensor:
-        """Draft logits fp32 [n, U] of states [n, D] that follow the tokens int64 [n]."""
+    def before(self, tokens: Tensor) -> Tensor:
+        """What slots know of the tokens int64 [N, K] before them in their blocks, the newest one and then proposals:
+        [N*K, ...], the first K slots of each."""
+
+    def logits(self, states: Tensor, before: Tensor) -> Tensor:
+        """Draft logits fp32 [n, U] of states [n, D], each with what it knows of the tokens before it."""
 
     def context(self, aux: Tensor, positions: Tensor, ranges: tuple[SlotRange, ...] | None = None) -> list[KeyValues]:
         """Keys and values of every layer for states [L, T, D] at positions int64 [T], or for ``ranges`` of them."""
@@ -256,9 +260,9 @@ def block_hits(model: BlockModel, vocab: DraftVocab, pack: PackedBatch, draft_le
         states = model.fill(pack.input_ids[rows], pack.positions[rows], context, blocks, slots)
         ahead, inside = following_rows(pack.document, rows, draft_len)
         # Up to its first miss a draft is the text itself.
-        previous = pack.input_ids[torch.cat([rows[:, None], ahead[:, :-1]], 1)].flatten()
+        before = model.before(pack.input_ids[torch.cat([rows[:, None], ahead[:, :-1]], 1)])
         few = max(1, LOGIT_BUDGET // vocab.size)
-        parts = zip(states.split(few), previous.split(few), strict=True)
+        parts = zip(states.split(few), before.split(few), strict=True)
         best = torch.cat([model.logits(*part).argmax(-1) for part in parts])
         proposed = vocab.target_ids.to(states.device)[best].view(-1, draft_len)
         hits[rows] = (inside & (proposed == pack.input_ids[ahead])).cumprod(1).sum(1)
@@ -283,11 +287,11 @@ class LiveBlocks:
         newest = torch.tensor([verified.next_ids[-1], position], device=device)
         blocks = Blocks.of([(0, position)], device)
         slots = (self._model.first_slot, self._model.first_slot + draft_len)
-        states, previous, ids = self._model.fill(newest[:1], newest[1:], context, blocks, slots), newest[:1], []
+        states, tokens = self._model.fill(newest[:1], newest[1:], context, blocks, slots), newest[:1]
         for rows in states.split(1 if self._model.chained else draft_len):
-            previous = self._target_ids[pick(self._model.logits(rows, previous))]
-            ids += [int(token) for token in previous.tolist()]
-        return ids
+            before = self._model.before(tokens[None])[-1:]
+            tokens = torch.cat([tokens, self._target_ids[pick(self._model.logits(rows, before))]])
+        return [int(token) for token in tokens[1:].tolist()]
 
     def _extended(self, aux: Tensor) -> list[KeyValues]:
         """Keys and values of everything verified, these states [L, T, D] included."""

@@ -59,6 +59,7 @@ _EXPORTS: Registry[DrafterExport] = Registry(
         "peagle": "trainer.formats.peagle:PEAGLE",
         "dspark": "trainer.formats.dspark:DSPARK",
         "dflash2": "trainer.formats.dflash2:DFLASH2",
+        "domino": "trainer.formats.domino:DOMINO",
         "mtp": "trainer.formats.mtp:MTP",
     },
     "trainer.formats.base:DrafterExport",

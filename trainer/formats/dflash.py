@@ -166,7 +166,7 @@ def _probe(model: Any, checkpoint: Checkpoint) -> "Tensor":
     context = model.context(aux, torch.arange(base.PROBE_TOKENS))
     blocks = Blocks.of([(0, base.PROBE_TOKENS)], torch.device("cpu"))
     states = model.fill(ids[:1], torch.tensor([base.PROBE_TOKENS]), context, blocks, (0, model.block_size))
-    logits: Tensor = model.logits(states, ids[: model.block_size])
+    logits: Tensor = model.logits(states, model.before(ids[None, : model.block_size]))
     return logits
 
 

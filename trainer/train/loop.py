@@ -432,7 +432,7 @@ def _missing_moments(state: TrainState) -> int:
 
 
 def _walk(state: TrainState, pack: PackedBatch) -> None:
-    state.model.rng_key = (state.config.train.seed, state.step)
+    state.begin_step()
     (inputs,) = inputs_of(state, [pack])
     with autocast(state):
         losses = state.objective.losses(inputs, state.objective.denominators(inputs))

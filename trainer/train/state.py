@@ -124,6 +124,10 @@ class TrainState:
     def total_steps(self) -> int:
         return self.optimizer.total_steps
 
+    def begin_step(self) -> None:
+        """Tell the drafter which step comes, see `Drafter`."""
+        self.model.rng_key, self.model.progress = (self.config.train.seed, self.step), self.step / self.total_steps
+
     @property
     def trainable(self) -> int:
         """Parameters that are trained."""

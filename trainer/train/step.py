@@ -37,7 +37,7 @@ def steps(state: TrainState) -> Generator[tuple[GlobalBatch, StepMetrics], None,
     batches = iter(state.batches)
     while state.step < state.total_steps:
         began = time.perf_counter()
-        state.model.rng_key = (state.config.train.seed, state.step)
+        state.begin_step()
         helps = told_what_helps(f"the packs of step {state.step + 1}", state.device)
         with helps, state.group.all_or_none():
             batch = next(batches, None)
@@ -160,7 +160,7 @@ def validate(state: TrainState) -> None:
     use = state.in_use
     draft_len = min(VALIDATION_DRAFT_LEN, use.kind.longest_draft(use.config) or VALIDATION_DRAFT_LEN)
     state.model.eval()
-    state.model.rng_key = VALIDATION_KEY
+    state.model.rng_key, state.model.progress = VALIDATION_KEY, 1.0
     with unsharded(state.parallel), state.group.all_or_none():
         tally = evaluate_packs([use], validation_packs(), [DraftShape(draft_len)], device=str(state.device))[0].tally
     state.model.train()
