@@ -63,6 +63,7 @@ ROWS = (
     Row("jetspec", ("--drafter", "dflash", *BLOCKS, "drafter.causal=true", "loss.distil=1.0")),
     Row("dspark", ("--drafter", "dspark", *BLOCKS)),
     Row("dflash2", ("--drafter", "dflash2", *BLOCKS), whole=True),
+    Row("domino", ("--drafter", "domino", *BLOCKS), whole=True),
 )
 BY_NAME = {row.name: row for row in ROWS}
 

@@ -1,5 +1,5 @@
-"""Domino of the installed SpecForge 0.2 and ours: equal weights, states and anchors give equal losses and gradients, and
-its way to draft a block the same tokens.
+"""Domino of the installed SpecForge 0.2 and ours: equal weights, states and anchors give equal losses and gradients,
+and its way to draft a block the same tokens.
 
 It teaches the last slot of a shifted block too, which SGLang never asks: it is left out here. Needs the environment of
 `make test-parity`.

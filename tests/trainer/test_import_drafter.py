@@ -218,6 +218,28 @@ def test_dflash2_as_z_lab_publishes_it_keeps_its_windows_and_refuses_what_is_sca
                 read_published(tmp_path / "out", checkpoint.head, LAYERS)
 
 
+@pytest.mark.parametrize("shifted", [True, False])
+@pytest.mark.parametrize("architecture", ["DominoDraftModel", "DFlashDraftModel"])
+def test_domino_as_specforge_and_modelopt_publish_it_is_read_and_refused_where_it_is_another(
+    architecture: str, shifted: bool, tmp_path: Path
+) -> None:
+    checkpoint = make("domino", shift_label=shifted)
+    export(checkpoint, "sglang", tmp_path / "out", "float32")
+    (tmp_path / "out" / "hiddenstore.json").unlink()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    del config["draft_vocab_size"]
+    config["architectures"] = [architecture]
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    found, ours = read_published(tmp_path / "out", checkpoint.head, LAYERS), checkpoint.model.state_dict()
+    assert found.config.model_dump() == checkpoint.config.model_dump()
+    assert all(torch.equal(found.weights[name], tensor) for name, tensor in ours.items())
+    for name, value in (("pure_draft_prefix_len", 0), ("shift_label", None)):
+        said = {**config, "dflash_config": {**config["dflash_config"], name: value}}
+        (tmp_path / "out" / "config.json").write_text(json.dumps(said))
+        with pytest.raises(ConfigError, match=f"{name} is {value}"):
+            read_published(tmp_path / "out", checkpoint.head, LAYERS)
+
+
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("eagle3", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25"),
     ("peagle", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),

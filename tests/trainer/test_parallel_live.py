@@ -35,7 +35,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", ["peagle", "jetspec", "dspark", "domino", pytest.param("dflash with causal windows", marks=pytest.mark.slow)]
+    "name",
+    ["peagle", "jetspec", "dspark", "domino", pytest.param("dflash with causal windows", marks=pytest.mark.slow)],
 )
 def test_live_decoding_is_greedy_and_eval_counts_the_same(name: str) -> None:
     model, tokenizer = make_model(), make_tokenizer()

@@ -20,7 +20,7 @@ from tests.trainer.runs import ON_CPU, WORDS, store_of, tiny_store
 from trainer.parallel.group import ProcessGroup
 from trainer.train.run_folder import TrainOptions
 from trainer.train.state import TrainState, build_state
-from trainer.train.step import validate
+from trainer.train.step import steps, validate
 
 BLOCKS = ["drafter.mask_token_id=0", "drafter.block_size=4", "loss.num_anchors=3"]
 DRAWING = {
@@ -48,6 +48,15 @@ def test_the_same_weights_validate_alike_after_whatever_step(drafter: str, tmp_p
             validate(state)
             values.append(state.validation)
     assert values[0] == values[1] == values[2]
+
+
+def test_a_drafter_knows_what_part_of_the_run_is_done_and_validates_as_at_its_end(tmp_path: Path) -> None:
+    words = [*OTHERS, *DRAWING["domino"], "train.max_steps=4"]
+    with fresh(tiny_store(tmp_path), tmp_path, "domino", words) as state:
+        done = [state.model.progress for _ in steps(state)]
+        assert done == [0, 0.25, 0.5, 0.75]
+        validate(state)
+        assert state.model.progress == 1
 
 
 def shortened(one: Sample, tokens: int, *, taught: bool = True) -> Sample:

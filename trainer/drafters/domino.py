@@ -1,7 +1,7 @@
 """Domino: DFlash with a head that reads the tokens of its block one after another.
 
-A GRU runs over the embeddings of the block's tokens, the newest one and then those just proposed. To the logits of every
-slot but the first that proposes W2 silu(W1 [x; h]) is added, x the slot's state and h the GRU's behind the last token
+A GRU runs over the embeddings of the block's tokens, the newest one and then those just proposed. To the logits of each
+slot but the first that proposes W2 silu(W1 [x; g]) is added, x the slot's state and g the GRU's behind the last token
 before it. So proposals are chosen one after another, from the states of one forward. ``shift_label``: slots propose the
 token after their own position, the first of a block included; else, as DFlash, the token at it.
 
@@ -14,7 +14,7 @@ correction, N blocks, K proposals of a block, n rows.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pydantic import Field
@@ -94,7 +94,12 @@ class Domino(DFlash):
         self.prefix_gru = PrefixGru(config.hidden_size, config.gru_hidden_dim)
         joined = config.hidden_size + config.gru_hidden_dim
         self.embed_proj = nn.Sequential(Linear(joined, config.emb_dim), nn.SiLU(), Linear(config.emb_dim, vocab.size))
-        nn.init.zeros_(self.embed_proj[2].weight)
+        nn.init.zeros_(self.widening)
+
+    @property
+    def widening(self) -> Tensor:
+        """W2 [U, M]."""
+        return cast(Linear, self.embed_proj[2]).weight
 
     @property
     def first_slot(self) -> int:
@@ -115,7 +120,7 @@ class Domino(DFlash):
         return narrow * before[:, -1:].to(narrow.dtype)
 
     def logits(self, states: Tensor, before: Tensor) -> Tensor:
-        return super().logits(states, before) + draft_logits(self.correction(states, before), self.embed_proj[2].weight)
+        return super().logits(states, before) + draft_logits(self.correction(states, before), self.widening)
 
     def joined(self, batch: PackedBatch, block_map: BlockMap, states: Tensor) -> Tensor:
         """[state; correction] of the slots that propose [N*K, D], after the text's own tokens: [N*K, D+M]."""
@@ -134,7 +139,7 @@ class DominoObjective(BlockObjective):
         """What this pack adds to the loss of the global batch. Sums and hits are those of the logits with the head."""
         model, scales = self.model, self.scales(denominators)
         states = model.block_states(inputs.batch, inputs.block_map)
-        base, correction, fixed = self.loss.base_at(model.progress), model.embed_proj[2].weight, model.frozen_head
+        base, correction, fixed = self.loss.base_at(model.progress), model.widening, model.frozen_head
         head = correction if fixed is not None else torch.cat([model.lm_head.weight, correction], 1)
         joined = model.joined(inputs.batch, inputs.block_map, states)
         losses = self.losses_of(joined, inputs, scales * (1 - base), head=head, fixed=fixed)
