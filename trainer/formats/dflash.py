@@ -144,7 +144,7 @@ def _foreign_head(dflash: Mapping[str, Any]) -> str | None:
 
 def _unread(config: Mapping[str, Any], engine: str) -> Refused | None:
     """A Domino corrects DFlash's logits by a GRU over the block's tokens, and its slot 0 may propose: SpecForge's
-    ``domino.py``, ModelOpt's ``DominoExporter``. SGLang 0.5.23's ``domino_utils.py`` alone reads it."""
+    ``domino.py``, ModelOpt's ``DominoExporter``. SGLang 0.5.23 reads it (``domino_utils.py``), vLLM 0.33 does not."""
     head = _foreign_head(config.get("dflash_config") or {})
     if head is None or (head, engine) == ("domino", "sglang"):
         return None
