@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from collectors.capture.import_job import ImportOptions, ImportReport, import_dump
 from collectors.engines.dump import AMBIGUOUS, FORMATS
+from collectors.engines.dump.engine import Claims, choose_columns
 from collectors.engines.dump.matching import rows_of, supervised_spans, text_end
 from collectors.engines.dump.peer import PeerSample, PeerSource, Unusable, files_below
 from hiddenstore.dumps.common import ABOUT_FILE, SAMPLES_FILE
@@ -261,6 +262,45 @@ def test_a_wrong_layer_is_found_by_hugging_face_and_the_right_ones_are_named(
     assert (error.kind, error.hint) == ("layers-differ", "--layers 0,1,2")
     bring("modelopt-vllm", layers="0,1,2", check="hf")
     assert (tmp_path / "store" / "calibration" / "profile.json").is_file()
+
+
+@pytest.mark.parametrize(("word", "ids"), [("dflash", (1, 9, 17, 25, 33)), ("eagle3", (1, 17, 32))])
+def test_usual_layers_are_those_that_the_peer_s_own_script_hands_to_its_engine(
+    word: str, ids: tuple[int, ...], tmp_path: Path
+) -> None:
+    """What ModelOpt's ``--aux-layers dflash`` and ``eagle`` make of 36 layers: its other scripts read outputs of
+    blocks, vLLM under the same ids what enters them. speculators' ids are of the same outputs as SpecForge's."""
+    (tmp_path / "dump").mkdir()
+    inputs, outputs = tuple(k - 1 for k in ids), ids
+    for peer, layers in (("modelopt-vllm", inputs), ("modelopt-hf", outputs), ("vllm-extract", outputs)):
+        source = FORMATS[peer](peer, tmp_path / "dump", 4096)
+        assert choose_columns(source, Claims(layers=word), None, len(ids), 36).layers == layers
+
+
+@pytest.mark.parametrize(
+    ("peer", "layers", "ids"),
+    [
+        ("modelopt-vllm", "0, 8, 16, 24, 32", "--peer-layers 1,9,17,25,33"),
+        ("vllm-extract", "1, 9, 17, 25, 33", "--peer-layers 2,10,18,26,34"),
+        ("specforge-dflash", "1, 9, 17, 25, 33", "--layers 1,9,17,25,33"),
+    ],
+)
+def test_what_is_offered_for_five_columns_names_the_same_layers_in_words_and_ids(
+    peer: str, layers: str, ids: str, tmp_path: Path
+) -> None:
+    (tmp_path / "dump").mkdir()
+    with pytest.raises(ConfigError, match=f"--layers dflash means {layers}") as caught:
+        choose_columns(FORMATS[peer](peer, tmp_path / "dump", 4096), Claims(), None, 5, 36)
+    assert caught.value.hint == ids
+
+
+def test_a_dump_of_the_peer_s_usual_layers_is_what_hugging_face_recomputes(
+    bring: Importer, tmp_path: Path, spoken: list[Spoken]
+) -> None:
+    """ModelOpt's ``--aux-layers eagle`` makes ids 0 and 1 of four layers."""
+    peer_dumps.modelopt(tmp_path / "dump", spoken, (-1, 0), post=False)
+    bring("modelopt-vllm", layers="eagle3", check="hf")
+    assert Store.open(tmp_path / "store").capture.aux_layers == (-1, 0)
 
 
 def test_a_dump_of_another_target_is_refused(bring: Importer, tmp_path: Path, spoken: list[Spoken]) -> None:

@@ -1,5 +1,5 @@
 """DFlash, JetSpec and DSpark of the installed ModelOpt 0.47 and ours: equal weights, states and anchors give equal
-losses and gradients.
+losses and gradients, and a DSpark that it exports drafts the same tokens here.
 
 It draws its anchors at random, so ours are put in their place, and it does not pack: its rows of a batch are our
 samples of a pack. It has one aux layer for each of the drafter's. DSpark's overlap is half of its L1 distance, hence
@@ -7,6 +7,7 @@ half its weight; its labels are the text's. D-PACE is not compared: it divides b
 Needs the environment of `make test-parity`.
 """
 
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,9 +21,12 @@ from tests.trainer.test_dflash import BLOCK, MASK_ID, Case, make_case
 from tests.trainer.test_dflash import our_loss as our_dflash_loss
 from tests.trainer.test_dspark import RANK, dspark_case
 from tests.trainer.test_dspark import our_loss as our_dspark_loss
+from trainer.drafters.base import DrafterInUse, Verified
 from trainer.drafters.dflash import BlockLoss
-from trainer.drafters.dspark import DSparkLoss
+from trainer.drafters.dspark import DSPARK, DSparkLoss
+from trainer.export.published import read_published
 from trainer.slots import candidate_anchors
+from trainer.train.run_folder import load_weights
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 
@@ -136,3 +140,29 @@ def test_dspark_s_losses_and_gradients_are_equal(
     how = {"labels": "text", "reduction": "weights", "gamma": GAMMA, "overlap": overlap, "confidence": confidence}
     ours = our_dspark_loss(case, DSparkLoss.model_validate(how), anchors.tolist())
     assert_equal(ours.total, case, model.dflash_module, loss, their_name)
+
+
+@pytest.mark.parametrize("window", [None, BLOCK + 1])
+def test_an_exported_dspark_drafts_here_what_it_drafts_beside_the_target_there(
+    speculative: ModuleType, tmp_path: Path, window: int | None
+) -> None:
+    """Layers, mask token, slots, window and heads as its own exporter writes them. It teaches under a rope of the
+    drafter's and exports the target's: here one rope is both."""
+    shape = {"num_layers": LAYERS, "rope_theta": 10_000.0, "max_position": 2048, "sliding_window": window}
+    case = dspark_case([TOKENS], dtype=torch.float32, **shape)
+    architecture = {"projector_type": "dspark", "markov_rank": RANK, "use_confidence_head": True}
+    settings = {"dflash_offline": False, "dflash_swa_window_size": window}
+    model = peer_model(speculative, case, architecture, settings).eval()
+    ids = torch.randint(0, VOCAB, (1, TOKENS))
+    with torch.no_grad():
+        model.dflash_module.markov_w2.weight.mul_(4)
+        newest, theirs = model.pseudo_speculative_generate(ids, steps=BLOCK)
+        states = model.model(input_ids=ids, output_hidden_states=True).hidden_states
+    model.get_exporter().export(tmp_path)
+    found = read_published(tmp_path, case.target.head, 6)
+    assert found.config.model_dump() == {**case.model.config.model_dump(), "sliding_causal": False}
+    ours = DSPARK.build(found.config, case.target, 0)
+    load_weights(ours, found.weights, "the export")
+    aux = torch.stack([states[layer + 1][0] for layer in found.config.aux_layers])
+    read = Verified(aux, states[-1][0], [*ids[0, 1:].tolist(), int(newest)])
+    assert DrafterInUse(DSPARK, ours, case.target).live().propose(read, BLOCK) == theirs[0].tolist()

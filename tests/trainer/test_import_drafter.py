@@ -240,6 +240,62 @@ def test_domino_as_specforge_and_modelopt_publish_it_is_read_and_refused_where_i
             read_published(tmp_path / "out", checkpoint.head, LAYERS)
 
 
+MODELOPT_HEADS = {"markov_head.": "", "confidence_head.proj": "confidence_proj"}
+"""How our names begin, and what ModelOpt's have instead."""
+
+
+def as_modelopt(folder: Path, **head: Any) -> Path:
+    """A DSpark of ours in the form of ModelOpt 0.47's ``DSparkExporter``: DFlash's class, settings in
+    ``dflash_config``, heads beside the layers, no word of slots."""
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    (folder / "hiddenstore.json").unlink()
+    nested = config["dflash_config"]
+    kept = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta")
+    kept += ("num_hidden_layers", "rms_norm_eps", "vocab_size", "max_position_embeddings", "block_size", "layer_types")
+    said = {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "rope_scaling": None,
+        "tie_word_embeddings": False, "num_target_layers": LAYERS, **{name: config[name] for name in kept},
+        "dflash_config": {
+            "mask_token_id": nested["mask_token_id"], "target_layer_ids": nested["target_layer_ids"], "causal": False,
+            "projector_type": "dspark", "shift_label": True, "markov_rank": 8, "markov_head_type": "vanilla", **head,
+        },
+    }  # fmt: skip
+    for ours, theirs in MODELOPT_HEADS.items():
+        tensors = {name.replace(ours, theirs): tensor for name, tensor in tensors.items()}
+    (folder / "config.json").write_text(json.dumps(said))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("confidence", [True, False])
+def test_a_dspark_of_modelopt_comes_back_as_it_was_trained(confidence: bool, tmp_path: Path) -> None:
+    checkpoint = make("dspark", confidence_head=confidence)
+    export(checkpoint, "vllm", tmp_path / "out", "float32")
+    found = read_published(as_modelopt(tmp_path / "out", use_confidence_head=confidence), checkpoint.head, LAYERS)
+    assert found.config.model_dump() == checkpoint.config.model_dump()
+    ours = checkpoint.model.state_dict()
+    assert found.weights.keys() == ours.keys()
+    assert all(torch.equal(found.weights[name], ours[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("head", "reason"),
+    [
+        ({"markov_head_type": "gated"}, "markov_head_type is 'gated'"),
+        ({"causal": True}, "its blocks are causal"),
+        ({"projector_type": "other", "markov_rank": 0}, "projector_type is other, a head after DFlash's states"),
+    ],
+)
+def test_what_modelopt_puts_after_dflash_s_states_and_we_do_not_is_refused(
+    head: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    checkpoint = make("dspark")
+    export(checkpoint, "vllm", tmp_path / "out", "float32")
+    with pytest.raises(ConfigError, match=reason) as caught:
+        read_published(as_modelopt(tmp_path / "out", **head), checkpoint.head, LAYERS)
+    assert caught.value.kind == "drafter-unfit"
+
+
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("eagle3", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25"),
     ("peagle", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),

@@ -185,6 +185,39 @@ def test_a_published_drafter_of_another_width_or_unknown_kind_is_refused(
         asked("vllm", drafter=str(tmp_path / "absent"))
 
 
+def heads(projector_type: str, **more: Any) -> dict[str, Any]:
+    return {"dflash_config": {"mask_token_id": 7, "projector_type": projector_type, "shift_label": True, **more}}
+
+
+MODELOPT = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("engine", "config", "said", "fix"),
+    [
+        ("vllm", heads("dspark", markov_rank=256), "a DSpark under DFlash's class", "export RUN --engine vllm -o OUT"),
+        ("sglang", heads("dspark", markov_rank=256), "a DSpark under DFlash's class", "import-drafter DIR -o RUN"),
+        ("vllm", heads("domino", gru_hidden_dim=1024, emb_dim=256), "has no Domino", "--engine sglang"),
+        ("trtllm", heads("domino", gru_hidden_dim=1024, emb_dim=256), "has no Domino", "--engine sglang"),
+        ("sglang", heads("other"), "projector_type is other", "a DFlash drafter"),
+    ],
+)
+def test_a_head_that_modelopt_exports_under_dflash_s_class_is_no_plain_dflash(
+    tmp_path: Path, engine: str, config: dict[str, Any], said: str, fix: str
+) -> None:
+    with pytest.raises(ConfigError, match=said) as raised:
+        asked(engine, drafter=published(tmp_path / "drafter", **MODELOPT, **config))
+    assert raised.value.kind == "serve-unsupported"
+    assert fix in str(raised.value.hint)
+
+
+def test_sglang_s_dflash_serves_a_domino_and_a_dspark_of_its_own_class_is_served(tmp_path: Path) -> None:
+    domino = published(tmp_path / "domino", **MODELOPT, **heads("domino", gru_hidden_dim=1024, emb_dim=256))
+    assert asked("sglang", drafter=domino)[0].request.draft_len == 7
+    words = {**MODELOPT, "architectures": ["Qwen3DSparkModel"], "markov_rank": 256, **heads("dspark")}
+    assert asked("vllm", drafter=published(tmp_path / "dspark", **words))[0].request.draft_len == 8
+
+
 def test_layers_in_another_engine_s_numbering_are_warned_about(tmp_path: Path, exports: dict[str, str]) -> None:
     def warnings(name: str, ids: list[int], engine: str) -> list[str]:
         words = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_aux_hidden_state_layer_ids": ids}

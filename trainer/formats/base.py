@@ -156,8 +156,8 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterExport:
-    """Everything that export, import and serve know of one kind of drafter. Nothing but ``variant_of`` and ``is_read``
-    has a default: a missing fact is an error.
+    """Everything that export, import and serve know of one kind of drafter. Nothing but ``variant_of``, ``is_read`` and
+    ``unread`` has a default: a missing fact is an error.
 
     titles: the words it goes by and what a person calls each; several where settings make it another format. word:
     which of them, by its settings or a ``config.json``.
@@ -174,7 +174,8 @@ class DrafterExport:
     ValueError where something cannot be had here. probe: logits [rows, U] of a model over fixed random states.
 
     variant_of: the drafter under whose class it is published too; its own signs then tell the two apart. is_read:
-    whether a published tensor is read, by ``config.json`` and name, where it lies among others of a target.
+    whether a published tensor is read, by ``config.json`` and name, where it lies among others of a target. unread: why
+    the engine of a name, which reads this drafter, does not read it as this published ``config.json`` has it.
     """
 
     drafter: str
@@ -192,6 +193,7 @@ class DrafterExport:
     probe: Callable[[Any, Checkpoint], "Tensor"]
     variant_of: str | None = None
     is_read: Callable[[Mapping[str, Any], str], bool] | None = None
+    unread: Callable[[Mapping[str, Any], str], Refused | None] = lambda config, engine: None
 
 
 @dataclass(frozen=True)

@@ -124,12 +124,31 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
 
 
 def _require_plain(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> None:
-    """ValueError where attention computes otherwise than ours, as vLLM's ``qwen3_dflash.py`` reads it."""
+    """ValueError where attention computes otherwise than ours, as vLLM's ``qwen3_dflash.py`` reads it, or another head
+    follows the states."""
+    if (head := _foreign_head(dflash)) is not None:
+        raise ValueError(f"its projector_type is {head}, a head after DFlash's states that is not known here")
     scale = dflash.get("attention_value_scale")
     if scale not in (None, 1.0):
         raise ValueError(f"attention_value_scale is {scale}, and ours takes values as they are")
     if not config.get("is_neox_style", True):
         raise ValueError("is_neox_style is false: it rotates neighbouring channels, ours the halves of a head")
+
+
+def _foreign_head(dflash: Mapping[str, Any]) -> str | None:
+    """What follows the states in a file of DFlash's class; None where nothing does."""
+    head = dflash.get("projector_type")
+    return None if head in (None, "dflash") else str(head)
+
+
+def _unread(config: Mapping[str, Any], engine: str) -> Refused | None:
+    head = _foreign_head(config.get("dflash_config") or {})
+    if head is None:
+        return None
+    return Refused(
+        f"its projector_type is {head}, a head after the states that the engine's DFlash does not have",
+        "a DFlash drafter",
+    )
 
 
 def _windows(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,4 +252,5 @@ DFLASH = DrafterExport(
     our_name=lambda name: name,
     read=_read,
     probe=_probe,
+    unread=_unread,
 )

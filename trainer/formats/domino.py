@@ -39,7 +39,8 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
         "gru_hidden_dim": tensors["prefix_gru.weight_hh_l0"].shape[1],
         "emb_dim": tensors["embed_proj.0.weight"].shape[0],
     }
-    facts, tensors = DFLASH.read(config, tensors, target)
+    plain = {**config, "dflash_config": {**nested, "projector_type": None}}
+    facts, tensors = DFLASH.read(plain, tensors, target)
     return facts | sizes | {"shift_label": shifted}, tensors
 
 
@@ -76,4 +77,5 @@ DOMINO = replace(
     files=_files,
     read=_read,
     variant_of="dflash",
+    unread=lambda config, engine: None,
 )

@@ -1,8 +1,10 @@
 """DSpark outside: DFlash's files and two heads, under the names of DeepSeek's release, speculators and llama.cpp.
+ModelOpt's are read.
 
 Shapes: D target width, V target vocabulary, U draft vocabulary, M Markov rank.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -78,11 +80,42 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
         raise ValueError("its confidence head does not read the Markov embedding, ours does")
     if has_confidence and "confidence_head.proj.bias" not in tensors:
         tensors["confidence_head.proj.bias"] = tensors["confidence_head.proj.weight"].new_zeros(1)
-    plain = {**config, "dflash_config": {**nested, "sample_from_anchor": False}, "sample_from_anchor": False}
+    of_dflash = {**nested, "sample_from_anchor": False, "projector_type": None}
+    plain = {**config, "dflash_config": of_dflash, "sample_from_anchor": False}
     facts, tensors = DFLASH.read(plain, tensors, target)
     if facts["causal"]:
         raise ValueError("its blocks are causal, which ours are not")
     return facts | {"markov_rank": rank, "confidence_head": has_confidence}, tensors
+
+
+def _signs(config: Mapping[str, Any], tensors: Tensors) -> bool:
+    rank = config.get("markov_rank") or (config.get("dflash_config") or {}).get("markov_rank")
+    return bool(rank) or "markov_head.markov_w1.weight" in tensors
+
+
+_MODELOPT = {
+    "markov_w1": "markov_head.markov_w1",
+    "markov_w2": "markov_head.markov_w2",
+    "confidence_proj": "confidence_head.proj",
+}
+
+
+def _our_name(name: str) -> str:
+    """ModelOpt has its heads beside the layers: ``markov_w1``, ``markov_w2``, ``confidence_proj``."""
+    first, dot, rest = name.removeprefix("logit_head.").partition(".")
+    return _MODELOPT.get(first, first) + dot + rest
+
+
+def _unread(config: Mapping[str, Any], engine: str) -> Refused | None:
+    """As ModelOpt 0.47's ``DSparkExporter`` writes it: by its class a DFlash, whose slots engines take one place
+    further on, and without heads."""
+    names = map(str, config.get("architectures") or ())
+    if not any(re.fullmatch(DFLASH.architectures, name, re.IGNORECASE) for name in names):
+        return None
+    return Refused(
+        "it is a DSpark under DFlash's class, and its heads have names that no engine looks for",
+        f"hiddenstore import-drafter DIR -o RUN --store STORE, then hiddenstore export RUN --engine {engine} -o OUT",
+    )
 
 
 _V2 = "DSpark runs in vLLM's V2 model runner only, which needs Triton: no CPU build has it"
@@ -117,10 +150,11 @@ DSPARK = replace(
         ("speculators", "dspark"): (_SPECULATORS,),
     },
     architectures=".*dspark.*",
-    signs=lambda config, tensors: "markov_head.markov_w1.weight" in tensors or bool(config.get("markov_rank")),
+    signs=_signs,
     longest=block_size,
     files=_files,
-    our_name=lambda name: name.removeprefix("logit_head."),
+    our_name=_our_name,
     read=_read,
     variant_of="dflash",
+    unread=_unread,
 )

@@ -135,9 +135,11 @@ def _require_about(where: Path | str, about: Mapping[str, Any]) -> None:
 
 
 def check_engine(drafter: ServedDrafter, engine: ServingEngine, version: str) -> None:
-    """Raise FormatError ``serve-engine`` where the folder was written for another engine, or another way of this one.
-    Two versions of one row of the export table read the same file."""
+    """Raise FormatError ``serve-engine`` where the folder was written for another engine, or another way of this one;
+    ConfigError ``serve-unsupported`` where a published one is as this engine does not read it. Two versions of one row
+    of the export table read the same file."""
     if drafter.engine is None:
+        _check_published(drafter, engine)
         return
     if drafter.engine not in engine.loads:
         problem = f"{drafter.path} was exported for {drafter.engine}; {engine.title} reads other layer ids and names"
@@ -151,6 +153,16 @@ def check_engine(drafter: ServedDrafter, engine: ServingEngine, version: str) ->
             kind=Kind.SERVE_ENGINE,
             hint=f"hiddenstore export RUN --engine {engine.name} --engine-version {version} -o DIR",
         )
+
+
+def _check_published(drafter: ServedDrafter, engine: ServingEngine) -> None:
+    if drafter.method not in words():
+        return
+    with _of_a_drafter(drafter.path):
+        refused = words()[drafter.method].unread(drafter.config, engine.name)
+    if refused is not None:
+        problem = f"{engine.title} does not serve {drafter.path}: {refused.reason}"
+        raise ConfigError(problem, kind=Kind.SERVE_UNSUPPORTED, hint=refused.nearest)
 
 
 def check_target(drafter: ServedDrafter, target: str) -> list[str]:

@@ -91,7 +91,7 @@ class Claims:
             return None
         elif self.layers in LAYER_RULES:
             # As published: a dump of a shallow target repeats what collides.
-            layers = list(LAYER_RULES[self.layers].published(num_layers, None))
+            layers = source.usual_layers(self.layers, num_layers)
         else:
             layers = _numbers(self.layers, "--layers")
         require_inside(layers, num_layers, "--peer-layers takes the numbers as the peer's own command named them")
@@ -142,7 +142,7 @@ def _fitted(source: PeerSource, layers: tuple[int, ...], count: int, num_layers:
 def _needed(source: PeerSource, count: int, num_layers: int) -> ConfigError:
     guesses = []
     for name in ("eagle3", "dflash"):
-        layers = published_aux_layers(name, num_layers)
+        layers = source.usual_layers(name, num_layers)
         if len(layers) == count and min(layers) >= 0:
             guesses.append(f"--layers {name} means {listed(layers)}")
     is_vllm = source.numbering == "vllm"
@@ -156,7 +156,8 @@ def _needed(source: PeerSource, count: int, num_layers: int) -> ConfigError:
         text += f". {'; '.join(guesses)}"
     text += source.layers_note
     option = "--peer-layers" if is_vllm else "--layers"
-    example = published_aux_layers("dflash", num_layers, count) if num_layers > count > 1 else list(range(count))
+    usual = source.usual_layers("dflash", num_layers, count) if num_layers > count > 1 else range(count)
+    example = to_convention(usual, source.numbering)
     return ConfigError(text, kind=Kind.DUMP_UNCLEAR, hint=f"{option} {','.join(map(str, example))}")
 
 

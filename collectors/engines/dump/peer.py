@@ -20,9 +20,10 @@ from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
 from hiddenstore.files.damage import raise_refusal
 from hiddenstore.files.documents import foreign_json
 from hiddenstore.fs.publish import tree_files
+from hiddenstore.targets import LAYER_RULES
 from hiddenstore.targets.folder import first_line
 from schemas.capture import NormState
-from schemas.layers import LayerConvention
+from schemas.layers import LayerConvention, from_convention
 
 STATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -72,13 +73,15 @@ class Stated:
 class PeerSource(ABC):
     """A format, and as an object the dump in ``folder`` of a target of ``width``; ``name`` as in ``FORMATS``.
 
-    ``numbering``: how the peer counts layers. ``default_layers``: whose default its columns are when nobody names them,
+    ``numbering``: how the peer counts layers. ``moves_layers``: it takes a drafter's published layers for ids of that
+    numbering. ``default_layers``: whose default its columns are when nobody names them,
     None where nothing may be assumed. ``final``: norm state of its final hidden, None where it has none.
     ``last_is_final``: the column of the last layer is the final hidden once more, after its norm. ``layers_note`` and
     ``pre_norm_hint``: what errors add where layers must be named, and where the final hidden is before its norm.
     """
 
     numbering: LayerConvention = "output"
+    moves_layers = False
     default_layers: str | None = None
     final: NormState | None = None
     last_is_final = False
@@ -93,6 +96,12 @@ class PeerSource(ABC):
             raise NotFoundError(f"{folder} is no folder", kind=Kind.PATH_MISSING)
         self.name = name
         self.folder, self._width = folder, width
+
+    def usual_layers(self, drafter: str, num_layers: int, count: int | None = None) -> list[int]:
+        """Our numbers of what the peer's own tool captures for a drafter of ``LAYER_RULES``, ``count`` layers or as
+        many as is usual, in the order of its columns."""
+        published = LAYER_RULES[drafter].published(num_layers, count)
+        return from_convention(sorted(set(published)), self.numbering) if self.moves_layers else list(published)
 
     @abstractmethod
     def locations(self) -> Sequence[str]:

@@ -261,9 +261,13 @@ class ModelOptFiles(TorchDicts):
 
 
 class ModelOptVllmFiles(ModelOptFiles):
-    """The same files from vLLM: layers counted by their input, the final hidden before its norm."""
+    """The same files from vLLM: layers counted by their input, the final hidden before its norm.
+
+    ``compute_hidden_states_vllm.py`` works ``--aux-layers eagle`` and ``dflash`` out as outputs, and sorts them.
+    """
 
     numbering = "vllm"
+    moves_layers = True
     default_layers = None
     final = "pre_norm"
     layers_note = (
