@@ -130,12 +130,14 @@ def test_a_wrong_setting_is_refused_with_what_was_meant(engine: str, word: str, 
 def test_the_python_forms_are_programs_with_the_same_settings(exports: dict[str, str]) -> None:
     folder = exports["eagle3 for trtllm"]
     calls = calls_of(planned("trtllm", drafter=folder, form="python").program)
-    assert calls["Eagle3DecodingConfig"] == {"max_draft_len": 5, "speculative_model": folder}
+    layers = {"eagle3_layers_to_capture": [1, 3, 4]}
+    assert calls["Eagle3DecodingConfig"] == {"max_draft_len": 5, "speculative_model": folder, **layers}
     assert calls["KvCacheConfig"] == {"enable_block_reuse": False, "free_gpu_memory_fraction": 0.9}
     assert calls["LLM"]["disable_overlap_scheduler"] is False
     assert calls_of(planned("trtllm", drafter=folder, form="python", version="1.1").program)["EagleDecodingConfig"] == {
         "max_draft_len": 5,
         "speculative_model_dir": folder,
+        **layers,
     }
     calls = calls_of(planned("vllm", drafter=exports["dflash for vllm"], form="python").program)
     assert calls["LLM"]["model"] == "maker/target"

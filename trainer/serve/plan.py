@@ -41,11 +41,12 @@ class ServeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeRequest(ServeOptions):
-    """Options that were checked, none of which is open."""
+    """Options that were checked, none of which is open; ``layers`` are those of `ServedDrafter`."""
 
     method: str
     draft_len: int
     version: str
+    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
