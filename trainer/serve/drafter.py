@@ -217,7 +217,7 @@ def warnings_of(drafter: ServedDrafter, engine: ServingEngine, version: str, tar
 
 
 def _other_numbering(drafter: ServedDrafter, engine: ServingEngine, target: str) -> str | None:
-    """vLLM counts aux layers one higher than SGLang; the usual layers show whose list it is. TensorRT-LLM reads no list."""
+    """vLLM counts aux layers one higher than SGLang; the usual ones show whose list it is. TensorRT-LLM reads none."""
     export = words()[drafter.method]
     ids = drafter.config.get(LAYER_IDS) or (drafter.config.get("eagle_config") or {}).get(LAYER_IDS)
     depth = (text_config(target) or {}).get("num_hidden_layers")
