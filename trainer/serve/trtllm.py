@@ -28,7 +28,10 @@ _MTP_LENGTHS = ("num_nextn_predict_layers", "max_draft_len")
 _LIMIT = "max_concurrency"
 _WITH_MODEL = ("Eagle3", "Eagle", "DraftTarget", "Draft_Target", "PARD", "DFlash")
 _WITH_LENGTH = (*_WITH_MODEL, "NGram", "SA")
-SINCE = {"Eagle3": "1.2", "Draft_Target": "1.2", "PARD": "1.3", "DFlash": "1.3", "SA": "1.3", "SaveState": "1.1"}
+SINCE = {
+    **{"SaveState": "1.1", "Eagle3": "1.2", "Draft_Target": "1.2"},
+    **dict.fromkeys(("PARD", "DFlash", "SA", "DSpark"), "1.3"),
+}
 """``decoding_type`` → the first version that has it. ``from_dict`` of llm_args.py up to 1.2.0rc keys a draft model
 ``DraftTarget``; later it is ``Literal["Draft_Target"]``, while the page and the playbooks of 1.3 go on writing
 ``DraftTarget``. Which of the two 1.2 and 1.3 read was not tried, so that neither is refused of them."""
