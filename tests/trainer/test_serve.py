@@ -83,6 +83,8 @@ def test_vllm_methods_without_training_have_their_published_settings() -> None:
             "EAGLE draft-model-path num-steps=2 eagle-topk=1 num-draft-tokens=3",
         ),
         ({"drafter": "dflash for sglang"}, "DFLASH draft-model-path dflash-block-size=4"),
+        ({"drafter": "dspark for sglang"}, "DSPARK draft-model-path dspark-block-size=4"),
+        ({"drafter": "dspark for sglang", "draft_len": 2}, "DSPARK draft-model-path dspark-block-size=2"),
         ({"method": "ngram", "draft_len": 7}, "NGRAM num-draft-tokens=8"),
         ({"method": "mtp"}, "NEXTN num-steps=3 eagle-topk=1 num-draft-tokens=4"),
     ],
@@ -106,6 +108,28 @@ def test_sglang_takes_a_small_model_and_a_tree_whose_size_is_said() -> None:
         planned("sglang", **small, settings=("eagle-topk=4",))
     command = planned("sglang", **small, settings=("eagle_topk=4", "num-draft-tokens=16")).command
     assert command[-4:] == ("--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "16")
+
+
+def test_settings_of_sglang_that_are_on_or_off_are_flags_without_a_value() -> None:
+    """``store_true`` in 0.5.23's ``arg_utils.py``: a value behind one ends its parser."""
+    small = {"drafter": "maker/small", "method": "draft-target"}
+    words = ("use-rejection-sampling=true", "adaptive=false", "draft-sink-size=0", "draft-kv-cache-dtype=fp8_e4m3")
+    command = planned("sglang", **small, settings=words).command
+    assert command[-5:] == (
+        *("--speculative-draft-kv-cache-dtype", "fp8_e4m3"),
+        *("--speculative-draft-sink-size", "0", "--speculative-use-rejection-sampling"),
+    )
+
+
+def test_vllm_gets_the_later_settings_of_its_speculation() -> None:
+    words = (
+        *("num_speculative_tokens_per_batch_size=[[1, 8, 5], [9, 64, 1]]", "use_local_argmax_reduction=true"),
+        *("rejection_sample_method=synthetic", "synthetic_acceptance_rates=0.8,0.5,0.1"),
+    )
+    config = json.loads(planned("vllm", method="ngram", settings=words).command[4])
+    assert config["num_speculative_tokens_per_batch_size"] == [[1, 8, 5], [9, 64, 1]]
+    assert config["use_local_argmax_reduction"] is True
+    assert config["synthetic_acceptance_rates"] == [0.8, 0.5, 0.1]
 
 
 @pytest.mark.parametrize(
