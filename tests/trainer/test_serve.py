@@ -110,6 +110,20 @@ def test_sglang_takes_a_small_model_and_a_tree_whose_size_is_said() -> None:
     assert command[-4:] == ("--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "16")
 
 
+@pytest.mark.parametrize(
+    ("target", "blind"),
+    [("LlamaForCausalLM", []), ("Qwen2ForCausalLM", ["DFLASH"]), ("GraniteForCausalLM", ["EAGLE3", "DFLASH"])],
+)
+def test_a_target_whose_class_in_sglang_hands_out_no_layers_is_named(
+    target: str, blind: list[str], tmp_path: Path
+) -> None:
+    """``attention_backend_setup.py`` of 0.5.23 raises ValueError of a class without the method that it calls."""
+    local = published(tmp_path / "target", architectures=[target])
+    for method, algorithm in (("eagle3", "EAGLE3"), ("dflash", "DFLASH"), ("eagle1", "EAGLE")):
+        notes = planned("sglang", drafter="maker/drafter", method=method, target=local).notes
+        assert [target in note and algorithm in note for note in notes] == [True] * (algorithm in blind)
+
+
 def test_settings_of_sglang_that_are_on_or_off_are_flags_without_a_value() -> None:
     """``store_true`` in 0.5.23's ``arg_utils.py``: a value behind one ends its parser."""
     small = {"drafter": "maker/small", "method": "draft-target"}

@@ -11,9 +11,16 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from hiddenstore.errors import ConfigError, Kind
 from trainer.config import Section
+from trainer.serve.drafter import text_config
 from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, flag_value, flags_of, hyphened_settings, port_of
 
 VERSION = "0.5.23"
+# Classes of targets in srt/models with set_eagle3_layers_to_capture alone, and with no such method at all.
+_FOR_EAGLE3_ONLY = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Gemma3ForCausalLM")
+_FOR_NONE = (
+    *("GraniteForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "MixtralForCausalLM"),
+    *("CohereForCausalLM", "Cohere2ForCausalLM", "Olmo2ForCausalLM"),
+)
 
 
 class Speculation(Section):
@@ -91,8 +98,18 @@ def plan(request: ServeRequest) -> ServePlan:
         command=("python", "-m", "sglang.launch_server", "--model-path", request.target, *flags, *request.flags),
         served_as=flag_value(request.flags, "--served-model-name") or request.target,
         port=port_of(request.flags, SGLANG.port),
-        notes=("SGLang looks n-grams up on CUDA only",) if request.method == "ngram" else (),
+        notes=_notes(request),
     )
+
+
+def _notes(request: ServeRequest) -> tuple[str, ...]:
+    if request.method == "ngram":
+        return ("SGLang looks n-grams up on CUDA only",)
+    algorithm = SGLANG.method(request.method, request.version, request.drafter)
+    blind = {"EAGLE3": _FOR_NONE, **dict.fromkeys(("DFLASH", "DSPARK"), (*_FOR_NONE, *_FOR_EAGLE3_ONLY))}
+    found = (text_config(request.target) or {}).get("architectures")
+    names = [name for name in blind.get(algorithm, ()) if isinstance(found, list) and name in found]
+    return tuple(f"{name} of SGLang {VERSION} hands out no layers for {algorithm}: it will not start" for name in names)
 
 
 SGLANG = ServingEngine(
