@@ -66,8 +66,8 @@ class Speculation(Section):
 def speculative_flags(request: ServeRequest, settings: Mapping[str, Any]) -> list[str]:
     """The ``--speculative-*`` flags of a request; none for ``none``. A chain of ``draft_len`` tokens is one branch a
     step (``eagle_topk`` 1) verified with the token before it: ``num_draft_tokens`` = ``draft_len`` + 1, which is also
-    DFlash's block; DSpark's is ``draft_len``, and else must be its file's. ``settings`` are fields of `Speculation`.
-    Raises ConfigError: ``serve-unsupported``, ``serve-setting``."""
+    DFlash's block; DSpark's is ``draft_len``. ``settings`` are fields of `Speculation`. Raises ConfigError:
+    ``serve-unsupported``, ``serve-setting``."""
     algorithm, draft_len = SGLANG.method(request.method, request.version, request.drafter), request.draft_len
     if request.method == "none":
         return []
@@ -107,8 +107,8 @@ def _notes(request: ServeRequest) -> tuple[str, ...]:
         return ("SGLang looks n-grams up on CUDA only",)
     algorithm = SGLANG.method(request.method, request.version, request.drafter)
     blind = {"EAGLE3": _FOR_NONE, **dict.fromkeys(("DFLASH", "DSPARK"), (*_FOR_NONE, *_FOR_EAGLE3_ONLY))}
-    found = (text_config(request.target) or {}).get("architectures")
-    names = [name for name in blind.get(algorithm, ()) if isinstance(found, list) and name in found]
+    classes = (text_config(request.target) or {}).get("architectures")
+    names = [name for name in blind.get(algorithm, ()) if isinstance(classes, list) and name in classes]
     return tuple(f"{name} of SGLang {VERSION} hands out no layers for {algorithm}: it will not start" for name in names)
 
 
