@@ -27,6 +27,7 @@ EXPORTS = (
     ("eagle3", "sglang", None),
     ("dflash", "sglang", None),
     ("eagle1", "sglang", None),
+    ("dspark", "sglang", None),
     ("eagle3", "trtllm", "1.3.0rc12"),
     ("dflash", "trtllm", "1.3.0"),
 )

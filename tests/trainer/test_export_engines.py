@@ -118,6 +118,17 @@ def test_speculators_is_not_told_the_base_of_a_target_with_an_adapter(tmp_path: 
     export(replace(adapted, target_name="merged"), "speculators", tmp_path / "out")
 
 
+@pytest.mark.parametrize("drafter", ["dflash", "dflash2"])
+def test_a_causal_block_is_told_to_sglang_in_the_word_that_it_reads(drafter: str, tmp_path: Path) -> None:
+    """0.5.23's ``dflash.py`` takes a top-level ``is_causal`` alone; vLLM takes it before its own word."""
+    for causal in (True, False):
+        out = tmp_path / str(causal)
+        export(make(drafter, causal=causal), "sglang", out)
+        config = json.loads((out / "config.json").read_text())
+        assert config.get("is_causal", False) is causal
+        assert "layer_types" in config, "it looks at is_causal only then"
+
+
 def test_the_rows_of_tokens_a_small_medusa_does_not_know_never_win(tmp_path: Path) -> None:
     import torch
 
@@ -147,13 +158,13 @@ REFUSED: list[tuple[str, str | None, str, dict[str, Any], str, str]] = [
     ("sglang", None, "eagle3", {"aux_layers": (-1, 2, 5)}, "embedding output", "aux_layers from 0"),
     ("vllm", None, "dflash", {"sliding_window": 64}, "symmetric inside a block", "sliding_causal=true"),
     ("trtllm", "1.3", "dflash", {"sliding_window": 64, "sliding_causal": True}, "from each slot", "--engine vllm"),
-    ("sglang", None, "dflash", {"causal": True}, "see later ones", "drafter.causal=false"),
+    ("trtllm", "1.3", "dflash", {"causal": True}, "see later ones", "drafter.causal=false"),
     ("trtllm", "1.3", "dspark", {}, "no DSpark", "a DFlash drafter"),
     ("sglang", None, "dspark", {"confidence_head": False}, "makes a confidence head", "confidence_head=true"),
     ("vllm", None, "dspark", {"sliding_window": 9}, "without a window", "sliding_window=none"),
     ("trtllm", "1.3", "dflash2", {}, "no convolution and no selector", "a DFlash drafter"),
     ("sglang", None, "dflash2", {"train_head": True}, "target's head only", "train_head=false"),
-    ("sglang", None, "dflash2", {"causal": True}, "see their whole block", "drafter.causal=false"),
+    ("speculators", None, "dflash2", {"causal": True}, "see their whole block", "drafter.causal=false"),
     ("speculators", None, "dflash2", {"sliding_window": 9, "sliding_causal": True}, "from each slot", "--engine vllm"),
     ("sglang", None, "peagle", {}, "no loader for peagle", "--engine vllm"),
     ("speculators", None, "peagle", {"fc_norm": True}, "does not read fc_norm", "--engine vllm"),

@@ -83,6 +83,8 @@ def test_vllm_methods_without_training_have_their_published_settings() -> None:
             "EAGLE draft-model-path num-steps=2 eagle-topk=1 num-draft-tokens=3",
         ),
         ({"drafter": "dflash for sglang"}, "DFLASH draft-model-path dflash-block-size=4"),
+        ({"drafter": "dspark for sglang"}, "DSPARK draft-model-path dspark-block-size=4"),
+        ({"drafter": "dspark for sglang", "draft_len": 2}, "DSPARK draft-model-path dspark-block-size=2"),
         ({"method": "ngram", "draft_len": 7}, "NGRAM num-draft-tokens=8"),
         ({"method": "mtp"}, "NEXTN num-steps=3 eagle-topk=1 num-draft-tokens=4"),
     ],
@@ -109,6 +111,42 @@ def test_sglang_takes_a_small_model_and_a_tree_whose_size_is_said() -> None:
 
 
 @pytest.mark.parametrize(
+    ("target", "blind"),
+    [("LlamaForCausalLM", []), ("Qwen2ForCausalLM", ["DFLASH"]), ("GraniteForCausalLM", ["EAGLE3", "DFLASH"])],
+)
+def test_a_target_whose_class_in_sglang_hands_out_no_layers_is_named(
+    target: str, blind: list[str], tmp_path: Path
+) -> None:
+    """``attention_backend_setup.py`` of 0.5.23 raises ValueError of a class without the method that it calls."""
+    local = published(tmp_path / "target", architectures=[target])
+    for method, algorithm in (("eagle3", "EAGLE3"), ("dflash", "DFLASH"), ("eagle1", "EAGLE")):
+        notes = planned("sglang", drafter="maker/drafter", method=method, target=local).notes
+        assert [target in note and algorithm in note for note in notes] == [True] * (algorithm in blind)
+
+
+def test_settings_of_sglang_that_are_on_or_off_are_flags_without_a_value() -> None:
+    """``store_true`` in 0.5.23's ``arg_utils.py``: a value behind one ends its parser."""
+    small = {"drafter": "maker/small", "method": "draft-target"}
+    words = ("use-rejection-sampling=true", "adaptive=false", "draft-sink-size=0", "draft-kv-cache-dtype=fp8_e4m3")
+    command = planned("sglang", **small, settings=words).command
+    assert command[-5:] == (
+        *("--speculative-draft-kv-cache-dtype", "fp8_e4m3"),
+        *("--speculative-draft-sink-size", "0", "--speculative-use-rejection-sampling"),
+    )
+
+
+def test_vllm_gets_the_later_settings_of_its_speculation() -> None:
+    words = (
+        *("num_speculative_tokens_per_batch_size=[[1, 8, 5], [9, 64, 1]]", "use_local_argmax_reduction=true"),
+        *("rejection_sample_method=synthetic", "synthetic_acceptance_rates=0.8,0.5,0.1"),
+    )
+    config = json.loads(planned("vllm", method="ngram", settings=words).command[4])
+    assert config["num_speculative_tokens_per_batch_size"] == [[1, 8, 5], [9, 64, 1]]
+    assert config["use_local_argmax_reduction"] is True
+    assert config["synthetic_acceptance_rates"] == [0.8, 0.5, 0.1]
+
+
+@pytest.mark.parametrize(
     ("engine", "word", "said"),
     [
         ("vllm", "prompt_lokup_max=5", "did you mean prompt_lookup_max?"),
@@ -130,12 +168,14 @@ def test_a_wrong_setting_is_refused_with_what_was_meant(engine: str, word: str, 
 def test_the_python_forms_are_programs_with_the_same_settings(exports: dict[str, str]) -> None:
     folder = exports["eagle3 for trtllm"]
     calls = calls_of(planned("trtllm", drafter=folder, form="python").program)
-    assert calls["Eagle3DecodingConfig"] == {"max_draft_len": 5, "speculative_model": folder}
+    layers = {"eagle3_layers_to_capture": [1, 3, 4]}
+    assert calls["Eagle3DecodingConfig"] == {"max_draft_len": 5, "speculative_model": folder, **layers}
     assert calls["KvCacheConfig"] == {"enable_block_reuse": False, "free_gpu_memory_fraction": 0.9}
     assert calls["LLM"]["disable_overlap_scheduler"] is False
     assert calls_of(planned("trtllm", drafter=folder, form="python", version="1.1").program)["EagleDecodingConfig"] == {
         "max_draft_len": 5,
         "speculative_model_dir": folder,
+        **layers,
     }
     calls = calls_of(planned("vllm", drafter=exports["dflash for vllm"], form="python").program)
     assert calls["LLM"]["model"] == "maker/target"

@@ -227,7 +227,8 @@ def test_layers_in_another_engine_s_numbering_are_warned_about(tmp_path: Path, e
     assert warnings("a", [2, 4, 5], "vllm") == []
     assert "a layer off" in warnings("b", [1, 3, 4], "vllm")[0]
     assert warnings("c", [1, 3, 4], "sglang") == []
-    assert "a layer off" in warnings("d", [2, 4, 5], "trtllm")[0]
+    assert "a layer off" in warnings("d", [2, 4, 5], "sglang")[0]
+    assert warnings("d for TensorRT-LLM, which reads none", [2, 4, 5], "trtllm") == []
     assert warnings("e", [0, 3, 6], "vllm") == []
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.trainer.export_cases import case
+from tests.trainer.export_cases import case, make
 from tests.trainer.serve_cases import planned, published, the_file, write_exports
 from trainer.export.support import ENGINES
 from trainer.export.write import export
@@ -27,12 +27,39 @@ def test_the_default_trtllm_file_has_the_playbook_s_values(exports: dict[str, st
         "enable_autotuner": False,
         "cuda_graph_config": {"max_batch_size": 1},
         "kv_cache_config": {"free_gpu_memory_fraction": 0.9, "enable_block_reuse": False},
-        "speculative_config": {"decoding_type": "Eagle3", "max_draft_len": 5, "speculative_model": folder},
+        "speculative_config": {
+            "decoding_type": "Eagle3",
+            "max_draft_len": 5,
+            "speculative_model": folder,
+            "eagle3_layers_to_capture": [1, 3, 4],
+        },
     }
     assert plan.command == (
         *("trtllm-serve", "maker/target", "--backend", "pytorch", "--max_batch_size", "1"),
         *("--config", "extra-llm-api-config.yml"),
     )
+
+
+@pytest.mark.parametrize("version", ["1.2.1", "1.3.0"])
+def test_the_file_names_the_layers_an_eagle_3_was_trained_on_in_every_form(version: str, tmp_path: Path) -> None:
+    drafter = str(tmp_path / "drafter")
+    export(make("eagle3", aux_layers=(2, 5)), "trtllm", Path(drafter), version=version)
+    for form in ("command", "container", "bench"):
+        settings = the_file(planned("trtllm", drafter=drafter, form=form, version=version))
+        assert settings["speculative_config"]["eagle3_layers_to_capture"] == [2, 5]
+    assert "eagle3_layers_to_capture=[2, 5]" in planned("trtllm", drafter=drafter, form="python").program
+    own = planned("trtllm", drafter=drafter, settings=("eagle3_layers_to_capture=[0, 7]",))
+    assert the_file(own)["speculative_config"]["eagle3_layers_to_capture"] == [0, 7]
+    assert own.notes == ()
+
+
+def test_layers_of_an_eagle_3_that_nobody_exported_for_it_are_left_to_trtllm_and_said(tmp_path: Path) -> None:
+    nested = {"eagle_aux_hidden_state_layer_ids": [5, 12, 30]}
+    local = published(tmp_path / "published", architectures=["LlamaForCausalLMEagle3"], eagle_config=nested)
+    for drafter in (local, "maker/eagle3"):
+        plan = planned("trtllm", drafter=drafter, method="eagle3")
+        assert "eagle3_layers_to_capture" not in the_file(plan)["speculative_config"]
+        assert "--set eagle3_layers_to_capture=" in plan.notes[0]
 
 
 @pytest.mark.parametrize(

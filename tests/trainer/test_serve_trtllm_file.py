@@ -62,6 +62,7 @@ def test_a_dynamic_tree_wants_its_branches_and_a_total_that_they_can_make_and_no
     ("kind", "version", "said"),
     [
         ("DFlash", "1.2.1", "since 1.3"),
+        ("DSpark", "1.2.1", "since 1.3"),
         ("Eagle3", "1.1", "since 1.2"),
         ("Draft_Target", "1.1.0", "since 1.2"),
     ],

@@ -48,7 +48,7 @@ TARGET_HEAD_ONLY = (_OWN_HEAD, _SMALL_VOCABULARY, base.EMBEDDINGS_AS_A_LAYER)
 
 def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> Files:
     """``target_layer_ids`` are numbers of layer outputs in every engine. A restricted draft vocabulary needs a head of
-    its own rows [U, D] and ``d2t``, where the engine reads them."""
+    its own rows [U, D] and ``d2t``, where the engine reads them. SGLang reads ``is_causal`` alone, vLLM either word."""
     drafter = checkpoint.config
     tensors = base.weights(checkpoint, dtype)
     if not checkpoint.vocab.is_full:
@@ -70,6 +70,8 @@ def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> 
         **window_words(drafter),
         "dflash_config": dflash,
     }
+    if drafter.causal and engine.name == "sglang":
+        config["is_causal"] = True
     return Files(config, tensors)
 
 
@@ -217,7 +219,7 @@ _SPECULATORS = Reads(
 )
 
 _NO_CAUSAL = Refused(
-    "the slots of its blocks see later ones", "--engine vllm or llamacpp, or train with drafter.causal=false"
+    "the slots of its blocks see later ones", "--engine vllm, sglang or llamacpp, or train with drafter.causal=false"
 )
 
 
@@ -240,8 +242,9 @@ DFLASH = DrafterExport(
         ("llamacpp", "dflash"): (_LLAMACPP,),
         ("speculators", "dflash"): (_SPECULATORS,),
         ("vllm", "jetspec"): _VLLM.first_known("vLLM", what="dflash_config.causal"),
+        ("sglang", "jetspec"): _SGLANG.first_known("SGLang", what="is_causal"),
         ("llamacpp", "jetspec"): (_LLAMACPP,),
-        **{(engine, "jetspec"): (_NO_CAUSAL,) for engine in ("sglang", "trtllm", "speculators")},
+        **{(engine, "jetspec"): (_NO_CAUSAL,) for engine in ("trtllm", "speculators")},
     },
     architectures=".*dflash.*",
     signs=lambda config, tensors: bool(config.get("dflash_config")),

@@ -72,7 +72,7 @@ _SGLANG = Reads(
     "DFLASH",
     "dflash.py",
     since="0.5.23",
-    lacks=(SYMMETRIC_WINDOW, CAUSAL_BLOCK, *TARGET_HEAD_ONLY),
+    lacks=(SYMMETRIC_WINDOW, *TARGET_HEAD_ONLY),
 )
 _LLAMACPP = Reads(
     "dflash",

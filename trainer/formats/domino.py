@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainer.formats.base import Checkpoint, Engine, Files, Reads, Refused, Target, Tensors
-from trainer.formats.dflash import CAUSAL_BLOCK, DFLASH, SYMMETRIC_WINDOW, TARGET_HEAD_ONLY
+from trainer.formats.dflash import DFLASH, SYMMETRIC_WINDOW, TARGET_HEAD_ONLY
 
 PURE_SLOTS = 1
 """Slots that propose without the head; SGLang refuses another number."""
@@ -56,7 +56,7 @@ _SGLANG = Reads(
     "DFLASH",
     "dflash.py",
     since="0.5.23",
-    lacks=(SYMMETRIC_WINDOW, CAUSAL_BLOCK, *TARGET_HEAD_ONLY),
+    lacks=(SYMMETRIC_WINDOW, *TARGET_HEAD_ONLY),
     warn=_pool,
 )
 _NO_DOMINO = Refused("it has no Domino", "--engine sglang, or a DSpark drafter")

@@ -145,7 +145,12 @@ DSPARK = replace(
     rows={
         ("vllm", "dspark"): _VLLM.first_known("vLLM", "a DFlash drafter"),
         ("sglang", "dspark"): _SGLANG.first_known("SGLang"),
-        ("trtllm", "dspark"): (Refused("it has no DSpark", "--engine vllm, or a DFlash drafter"),),
+        ("trtllm", "dspark"): (
+            Refused(
+                "1.2 has no DSpark, 1.3 has DeepSeek-V4's inside its target, and its main branch's was not compared",
+                "--engine vllm, or a DFlash drafter",
+            ),
+        ),
         ("llamacpp", "dspark"): (_LLAMACPP,),
         ("speculators", "dspark"): (_SPECULATORS,),
     },

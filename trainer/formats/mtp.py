@@ -217,7 +217,7 @@ MTP = DrafterExport(
         ("llamacpp", "mtp-tuned"): (_LLAMACPP,),
         ("sglang", "mtp-tuned"): (
             Refused(
-                "it reads MTP layers out of the target's own folder only",
+                "its NEXTN takes a folder of MTP layers (mimo_mtp.py), but was not compared with this one",
                 "--engine vllm; its model.safetensors holds the layer under the target's names",
             ),
         ),

@@ -31,7 +31,8 @@ EXPORT_AGAIN = "hiddenstore export RUN --engine vllm|sglang|trtllm|llamacpp -o D
 @dataclass(frozen=True)
 class ServedDrafter:
     """``draft_len`` is how far it is to draft, ``longest`` how far it can at all (None: any length).
-    ``engine``, ``version`` and ``target`` are those it was exported for; None where its folder does not say."""
+    ``engine``, ``version`` and ``target`` are those it was exported for; None where its folder does not say. ``layers``
+    are an exported EAGLE-3's, in the engine's numbering."""
 
     path: str
     method: str
@@ -41,6 +42,7 @@ class ServedDrafter:
     version: str | None = None
     target: Mapping[str, Any] | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    layers: tuple[int, ...] = ()
 
 
 def read_drafter(folder: Path, method: str | None = None) -> ServedDrafter:
@@ -72,6 +74,7 @@ def read_drafter(folder: Path, method: str | None = None) -> ServedDrafter:
     with _of_a_drafter(folder):
         longest = words()[word].longest(config) if word in words() else None
         proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+        layers = (config.get("eagle_config") or {}).get(LAYER_IDS) or () if about.get("engine") else ()
         return ServedDrafter(
             path=str(folder),
             method=word,
@@ -81,6 +84,7 @@ def read_drafter(folder: Path, method: str | None = None) -> ServedDrafter:
             version=about.get("engine_version"),
             target=about.get("target"),
             config=config,
+            layers=tuple(map(int, layers)),
         )
 
 
@@ -225,11 +229,13 @@ def warnings_of(drafter: ServedDrafter, engine: ServingEngine, version: str, tar
 
 
 def _other_numbering(drafter: ServedDrafter, engine: ServingEngine, target: str) -> str | None:
-    """vLLM counts aux layers one higher than SGLang and TensorRT-LLM; the usual layers show whose list it is."""
+    """vLLM counts aux layers one higher than SGLang; the usual ones show whose list it is. TensorRT-LLM reads none."""
     export = words()[drafter.method]
     ids = drafter.config.get(LAYER_IDS) or (drafter.config.get("eagle_config") or {}).get(LAYER_IDS)
     depth = (text_config(target) or {}).get("num_hidden_layers")
-    if not export.ids_follow_engine or not ids or not isinstance(depth, int) or export.drafter not in LAYER_RULES:
+    if engine.name == "trtllm" or not export.ids_follow_engine or export.drafter not in LAYER_RULES:
+        return None
+    if not ids or not isinstance(depth, int):
         return None
     convention = ENGINES[engine.name].convention
     usual = LAYER_RULES[export.drafter].published(depth, None)

@@ -75,6 +75,7 @@ def resolve(engine: ServingEngine, options: ServeOptions) -> Resolved:
         "drafter": options.drafter if needs_model(method) or method == "user-provided" else None,
         "draft_len": draft_len,
         "version": version,
+        "layers": drafter.layers if drafter else (),
     }
     request = ServeRequest(**{**vars(options), **checked})
     return Resolved(request, warnings + remarks)

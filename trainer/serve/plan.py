@@ -41,11 +41,12 @@ class ServeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeRequest(ServeOptions):
-    """Options that were checked, none of which is open."""
+    """Options that were checked, none of which is open; ``layers`` are those of `ServedDrafter`."""
 
     method: str
     draft_len: int
     version: str
+    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,13 @@ def hyphened_settings(model: type[BaseModel], settings: tuple[str, ...]) -> dict
 
 
 def flags_of(prefix: str, values: Mapping[str, Any]) -> list[str]:
-    """Settings as flags of a command line, by names that begin with ``prefix``."""
-    return [word for name, value in values.items() for word in (prefix + name.replace("_", "-"), str(value))]
+    """Settings as flags of a command line, by names that begin with ``prefix``; one that is on has no value, and one
+    that is off no flag."""
+    flags = []
+    for name, value in values.items():
+        if value is not False:
+            flags += [prefix + name.replace("_", "-"), *([] if value is True else [str(value)])]
+    return flags
 
 
 def flag_value(flags: tuple[str, ...], *names: str) -> str | None:

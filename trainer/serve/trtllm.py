@@ -28,7 +28,10 @@ _MTP_LENGTHS = ("num_nextn_predict_layers", "max_draft_len")
 _LIMIT = "max_concurrency"
 _WITH_MODEL = ("Eagle3", "Eagle", "DraftTarget", "Draft_Target", "PARD", "DFlash")
 _WITH_LENGTH = (*_WITH_MODEL, "NGram", "SA")
-SINCE = {"Eagle3": "1.2", "Draft_Target": "1.2", "PARD": "1.3", "DFlash": "1.3", "SA": "1.3", "SaveState": "1.1"}
+SINCE = {
+    **{"SaveState": "1.1", "Eagle3": "1.2", "Draft_Target": "1.2"},
+    **dict.fromkeys(("PARD", "DFlash", "SA", "DSpark"), "1.3"),
+}
 """``decoding_type`` → the first version that has it. ``from_dict`` of llm_args.py up to 1.2.0rc keys a draft model
 ``DraftTarget``; later it is ``Literal["Draft_Target"]``, while the page and the playbooks of 1.3 go on writing
 ``DraftTarget``. Which of the two 1.2 and 1.3 read was not tried, so that neither is refused of them."""
@@ -192,19 +195,23 @@ PROFILE = "profile"
 _NGRAM_POOL = {"max_matching_ngram_size": 4, "is_keep_all": True, "is_use_oldest": True, "is_public_pool": True}
 RELAXED = {"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 10, "relaxed_delta": 0.6}
 
+_LAYERS = "eagle3_layers_to_capture"
+
 # A bare name of these is one of ``speculative_config``; any other is written where it says.
-_SPECULATION = {"decoding_type", *MODEL, "max_draft_len", "num_nextn_predict_layers", *_NGRAM_POOL, *RELAXED}
+_SPECULATION = {"decoding_type", *MODEL, "max_draft_len", "num_nextn_predict_layers", _LAYERS, *_NGRAM_POOL, *RELAXED}
 
 
 def speculative_config(request: ServeRequest, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The file's ``speculative_config`` in the spelling of the version, ``settings`` over it. Raises ConfigError:
-    ``serve-unsupported`` or ``serve-setting``."""
+    """The file's ``speculative_config`` in the spelling of the version, ``settings`` over it. It names an EAGLE-3's
+    layers, because TensorRT-LLM reads none of ``config.json`` and captures the usual ones unless told
+    (``_torch/speculative/eagle3.py``). Raises ConfigError: ``serve-unsupported`` or ``serve-setting``."""
     method, words = request.method, spelling(request.version)
     name = TRTLLM.method(method, request.version, request.drafter)
     config: dict[str, Any] = {"decoding_type": words.draft_target if method == "draft-target" else name}
     config[words.mtp_length if method == "mtp" else "max_draft_len"] = request.draft_len
     if request.drafter is not None:
         config[words.model] = request.drafter
+    config |= {_LAYERS: list(request.layers)} if request.layers else {}
     config |= _NGRAM_POOL if method == "ngram" else {}
     config |= RELAXED if settings.get("use_relaxed_acceptance_for_thinking") else {}
     return config | dict(settings)
@@ -294,7 +301,7 @@ def plan(request: ServeRequest) -> ServePlan:
         folders={ENCODINGS: os.environ.get(ENCODINGS, ENCODINGS_FOLDER)} if _speaks_harmony(request.target) else {},
         served_as=served_as,
         port=port_of(request.flags, TRTLLM.port),
-        notes=_notes(request),
+        notes=_notes(request, settings),
     )
 
 
@@ -308,8 +315,7 @@ def _without_overlap(request: ServeRequest) -> bool:
     if request.method in ("draft-target", "ngram"):
         return True
     # Model Optimizer's README still switches it off for EAGLE-3; the playbooks leave it on since 1.2.
-    is_eagle3 = TRTLLM.method(request.method, request.version, "") in ("Eagle", "Eagle3")
-    return is_eagle3 and not is_within(request.version, "1.2", None)
+    return _is_eagle3(request) and not is_within(request.version, "1.2", None)
 
 
 def _bench(request: ServeRequest, concurrency: str) -> tuple[str, ...]:
@@ -330,8 +336,17 @@ def _speaks_harmony(target: str) -> bool:
     return "gpt-oss" in target.lower() if config is None else config.get("model_type") == "gpt_oss"
 
 
-def _notes(request: ServeRequest) -> tuple[str, ...]:
+def _is_eagle3(request: ServeRequest) -> bool:
+    return TRTLLM.method(request.method, request.version, "") in ("Eagle", "Eagle3")
+
+
+def _notes(request: ServeRequest, settings: Mapping[str, Any]) -> tuple[str, ...]:
     notes = []
+    if _is_eagle3(request) and _LAYERS not in settings["speculative_config"]:
+        notes.append(
+            "TensorRT-LLM reads no layers of a drafter's config.json; of n layers it captures 1, n // 2 - 1 and n - 4. "
+            f"Of a drafter that was trained on others: --set {_LAYERS}=[…], from 0"
+        )
     if request.method == "draft-target":
         written = spelling(request.version).draft_target
         other = "DraftTarget" if written == "Draft_Target" else "Draft_Target"

@@ -36,10 +36,24 @@ class Speculation(Section):
     moe_backend: str | None = None
     draft_sample_method: str | None = None
     rejection_sample_method: str | None = None
+    synthetic_acceptance_rates: list[float] | None = None
+    synthetic_acceptance_length: float | None = Field(None, ge=1)
+    enable_adaptive_verification: bool | None = None
+    num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None = None
     parallel_drafting: bool | None = None
     use_heterogeneous_vocab: bool | None = None
     enforce_eager: bool | None = None
     disable_padded_drafter_batch: bool | None = None
+    disable_eagle_block_drop: bool | None = None
+    disable_lookahead_block_hashes: bool | None = None
+    use_local_argmax_reduction: bool | None = None
+    index_share_for_mtp_iteration: bool | None = None
+    draft_lm_head_quantization: str | None = None
+    dspark_draft_topk: PositiveInt | None = None
+    xpress_topc: NonNegativeInt | None = None
+    fly_window_size: PositiveInt | None = None
+    fly_entropy_threshold: float | None = Field(None, ge=0)
+    fly_entropy_top_k: PositiveInt | None = None
     prompt_lookup_max: PositiveInt | None = None
     prompt_lookup_min: PositiveInt | None = None
     suffix_decoding_max_tree_depth: PositiveInt | None = None
