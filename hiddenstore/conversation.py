@@ -516,5 +516,6 @@ def _kind(value: Any) -> str:
 
 
 def shortened(text: str) -> str:
-    """What a message shows of a text that may be long."""
+    """What a message shows of a text that may be long, or no Unicode."""
+    text = text.encode(errors="backslashreplace").decode()
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
