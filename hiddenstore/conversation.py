@@ -66,9 +66,9 @@ _OF_TEMPLATES = frozenset(
 """What a template is given that a row cannot choose."""
 IMAGE_KEYS = ("image", "images")
 QUESTIONS = ("prompt", "instruction", "question")
-WHOLE_ANSWERS = ("completion", "response", "output")
+COMPLETIONS = ("completion", "response", "output")
 SOLUTION, RESULT = "solution", "answer"
-ANSWERS = (*WHOLE_ANSWERS, SOLUTION, RESULT)
+ANSWERS = (*COMPLETIONS, SOLUTION, RESULT)
 """``answer`` is the result alone beside a whole answer, or beside its solution, as LIMO has it."""
 BESIDE_QUESTION = ("input", "context")
 """What a question is about, as a text; Alpaca has the one, Dolly the other."""
@@ -305,7 +305,7 @@ def _entries_of_pair(row: dict[str, Any]) -> list[Any]:
 def _answer(row: dict[str, Any]) -> list[Any]:
     """The turns of an answer that a row states in a column, with its thoughts where the text does not hold them; none
     without an answer."""
-    name = _column(row, WHOLE_ANSWERS)
+    name = _column(row, COMPLETIONS)
     if name is None and row.get(RESULT) is not None:
         name = RESULT if _is_blank(row.get(SOLUTION) or "") else SOLUTION
     if name is None or isinstance(row[name], list):
