@@ -50,7 +50,12 @@ TEMPLATE_KWARGS, ENABLE_THINKING = "chat_template_kwargs", "enable_thinking"
 WEIGHT = "weight"
 """Of OpenAI's fine-tuning: an answer of weight 0 is not learned from."""
 BESIDE_TURNS = (TOOLS_COLUMN, FUNCTIONS_COLUMN, *SYSTEMS, HISTORY, TEMPLATE_KWARGS, ENABLE_THINKING)
-_OF_MEMBERS = frozenset(("system-invalid", "history-invalid", "tools-invalid", "template-kwargs-invalid"))
+_OF_MEMBERS = frozenset(
+    (
+        *("system-invalid", "history-invalid", "tools-invalid", "template-kwargs-invalid"),
+        *("columns-differ", "context-outside"),
+    )
+)
 """Reasons of members beside the turns, which may mean something else in their source."""
 _OF_TEMPLATES = frozenset(
     (
@@ -61,8 +66,19 @@ _OF_TEMPLATES = frozenset(
 """What a template is given that a row cannot choose."""
 IMAGE_KEYS = ("image", "images")
 QUESTIONS = ("prompt", "instruction", "question")
-ANSWERS = ("completion", "response", "output", "answer")
-BESIDE_QUESTION = ("input",)
+COMPLETIONS = ("completion", "response", "output")
+SOLUTION, RESULT = "solution", "answer"
+ANSWERS = (*COMPLETIONS, SOLUTION, RESULT)
+"""``answer`` is the result alone beside a whole answer, or beside its solution, as LIMO has it."""
+BESIDE_QUESTION = ("input", "context")
+"""What a question is about, as a text; Alpaca has the one, Dolly the other."""
+ABOUT = ("context", "passage", "passages", "document", "documents", "choices", "options")
+"""What no answer can be taught without, where no turn has its words."""
+_HEADER = re.compile(r"(\n\nAssistant:|### ?Response:|<\|im_start\|>assistant|\[/INST\])\s*\Z|<extra_id_1>")
+"""Questions that a template has rendered already: Anthropic's, Alpaca's, ChatML, Llama 2's; SteerLM's of several turns.
+"""
+_SWITCHES = ("on", "off")
+"""What Nemotron's column ``reasoning`` holds, which is no thought."""
 
 ColumnFilter = Callable[[Sequence[str], str], list[str]]
 """Names of a table's columns and where the table is → the columns to read."""
@@ -109,8 +125,8 @@ def conversation_columns(names: Sequence[str], table: str) -> list[str]:
             kind=Kind.INPUT_COLUMNS,
         )
     # Tables merged from several sources hold the turns of each row in columns of its own.
-    columns = (*turns, *ANSWERS, *BESIDE_QUESTION, *BESIDE_TURNS, *IMAGE_KEYS)
-    return [name for name in columns if name in names]
+    columns = (*turns, *ANSWERS, *REASONING, *BESIDE_QUESTION, *ABOUT, *BESIDE_TURNS, *IMAGE_KEYS)
+    return [name for name in dict.fromkeys(columns) if name in names]
 
 
 @dataclass(frozen=True)
@@ -236,14 +252,19 @@ def _json(text: str, reason: str, title: str = "the row") -> Any:
 
 def _entries(row: dict[str, Any]) -> list[Any]:
     name = next((name for name in MESSAGE_COLUMNS if row.get(name) is not None), None)
-    if name is None and (pair := _pair_columns(key for key, value in row.items() if value is not None)):
-        turns = [*_history(row.get(HISTORY)), *_entries_of_pair(row, pair)]
-        if not turns:
-            raise _UnusableError("no-messages", f"{pair[0]} is an empty list")
-        return _with_system(row, turns)
-    if name is None:
-        names = ", ".join(sorted(str(key) for key in row)[:8]) or "nothing"
-        raise _UnusableError("no-messages", f"expected messages, conversations or a prompt, found {shortened(names)}")
+    turns = _entries_of_pair(row) if name is None else _entries_of_messages(row, name)
+    if columns := [name for name in ABOUT if row.get(name)]:
+        questions = [_said(turn) for turn in turns if isinstance(turn, dict) and _role(turn) != "assistant"]
+        words = "\n".join(_texts(questions))
+        if outside := [name for name in columns if any(text not in words for text in _texts(row[name]))]:
+            detail = f"{outside[0]} holds words that no turn has: write them into the question"
+            raise _UnusableError("context-outside", detail)
+    return _with_system(row, turns)
+
+
+def _entries_of_messages(row: dict[str, Any], name: str) -> list[Any]:
+    """The turns of a list of messages; where they end without an answer, one that stands beside them ends them, as
+    Dolphin-R1 has it."""
     messages = row[name]
     if isinstance(messages, str):
         messages = _json(messages, "messages-not-a-list", name)
@@ -253,15 +274,69 @@ def _entries(row: dict[str, Any]) -> list[Any]:
         raise _UnusableError("no-messages", f"{name} is an empty list")
     if isinstance(row.get(HISTORY), list) and row[HISTORY]:
         raise _UnusableError("history-invalid", f"{HISTORY} beside {name}: which turns come first is not said")
-    return _with_system(row, messages)
+    return messages if _role(messages[-1]) == "assistant" else [*messages, *_answer(row)]
 
 
-def _pair_columns(names: Iterable[str]) -> list[str]:
-    """Those of a question (TRL's ``prompt``, Alpaca's ``instruction``), its answer and what stands beside it; none
-    without a question."""
-    named = set(names)
-    question, answer = (next((name for name in which if name in named), None) for which in (QUESTIONS, ANSWERS))
-    return [] if question is None else [name for name in (question, answer, *BESIDE_QUESTION) if name in named]
+def _entries_of_pair(row: dict[str, Any]) -> list[Any]:
+    """The turns of a question (TRL's ``prompt``, Alpaca's ``instruction``) and its answer, each a text or a list of
+    messages, as TRL has them."""
+    name = _column(row, QUESTIONS)
+    if name is None:
+        names = ", ".join(sorted(str(key) for key in row)[:8]) or "nothing"
+        raise _UnusableError("no-messages", f"expected messages, conversations or a prompt, found {shortened(names)}")
+    question, answer = row[name], _answer(row)
+    if answer and isinstance(question, str) and (header := _HEADER.search(question)):
+        detail = f"{name} holds {header[0].strip()}, as a template writes it: give the turns that it was made of"
+        raise _UnusableError("question-rendered", detail)
+    for beside in BESIDE_QUESTION:
+        topic = row.get(beside)
+        if topic and not _is_blank(topic):
+            if not (isinstance(topic, str) and isinstance(question, str)):
+                kinds = f"{name} is {_kind(question)} and {beside} {_kind(topic)}"
+                raise _UnusableError("content-not-text", f"{kinds}, expected text in both")
+            question = f"{question}\n\n{topic}"
+    prompt = question if isinstance(question, list) else [{"role": "user", "content": question}]
+    turns = [*_history(row.get(HISTORY)), *prompt, *answer]
+    if not turns:
+        raise _UnusableError("no-messages", f"{name} is an empty list")
+    return turns
+
+
+def _answer(row: dict[str, Any]) -> list[Any]:
+    """The turns of an answer that a row states in a column, with its thoughts where the text does not hold them; none
+    without an answer."""
+    name = _column(row, COMPLETIONS)
+    if name is None and row.get(RESULT) is not None:
+        name = RESULT if _is_blank(row.get(SOLUTION) or "") else SOLUTION
+    if name is None or isinstance(row[name], list):
+        return [] if name is None else row[name]
+    thoughts = {key: row[key] for key in REASONING if isinstance(row.get(key), str) and row[key] not in _SWITCHES}
+    more = {key: text for key, text in thoughts.items() if text.strip() not in str(row[name])}
+    return [{"role": "assistant", "content": row[name], **more}]
+
+
+def _column(row: dict[str, Any], names: Sequence[str]) -> str | None:
+    """The one of these columns that a row fills, None without any; a list of messages before its text."""
+    columns = [name for name in names if row.get(name) is not None]
+    columns = [name for name in columns if not _is_blank(row[name])] or columns[:1]
+    if lists := [name for name in columns if isinstance(row[name], list)]:
+        return lists[0]
+    if len({str(row[name]).strip() for name in columns}) > 1:
+        raise _UnusableError("columns-differ", f"{' and '.join(columns)} differ: which one counts is not said")
+    return columns[0] if columns else None
+
+
+def _is_blank(value: Any) -> bool:
+    return isinstance(value, str) and not value.strip()
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text within a value of JSON, without white space around it."""
+    if isinstance(value, str):
+        yield value.strip()
+    elif isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
 
 
 def _with_system(row: dict[str, Any], entries: list[Any]) -> list[Any]:
@@ -272,9 +347,8 @@ def _with_system(row: dict[str, Any], entries: list[Any]) -> list[Any]:
     stated = {name: row[name] for name in SYSTEMS if (row.get(name) or "").strip()}
     if not stated:
         return entries
-    first = entries[0] if isinstance(entries[0], dict) else {}
-    is_opened = ROLE_OF.get(str(_role_name(first)).strip().lower()) == "system"
-    opening = _text(_said(first), "message 1") if is_opened else ""
+    is_opened = _role(entries[0]) == "system"
+    opening = _text(_said(entries[0]), "message 1") if is_opened else ""
     if opening.strip():
         stated["message 1"] = opening
     if len({text.strip() for text in stated.values()}) > 1:
@@ -297,24 +371,6 @@ def _history(history: Any) -> list[Any]:
     return turns
 
 
-def _entries_of_pair(row: dict[str, Any], columns: list[str]) -> list[Any]:
-    """The turns of a question and its answer, each a text or a list of messages, as TRL has them; Alpaca's ``input`` is
-    what an instruction is about."""
-    question = row[columns[0]]
-    topic = row.get("input") if columns[0] == "instruction" else None
-    is_blank = isinstance(topic, str) and not topic.strip()
-    if topic and not is_blank:
-        if not (isinstance(topic, str) and isinstance(question, str)):
-            kinds = f"instruction is {_kind(question)} and input {_kind(topic)}"
-            raise _UnusableError("content-not-text", f"{kinds}, expected text in both")
-        question = f"{question}\n\n{topic}"
-    turns: list[Any] = []
-    answers = [row[name] for name in columns if name in ANSWERS]
-    for role, content in (("user", question), *(("assistant", answer) for answer in answers)):
-        turns += content if isinstance(content, list) else [{"role": role, "content": content}]
-    return turns
-
-
 def _message(entry: Any, title: str, images: list[str | bytes] | None) -> Message:
     if not isinstance(entry, dict):
         raise _UnusableError("message-not-an-object", f"{title} is {_kind(entry)}")
@@ -330,6 +386,11 @@ def _message(entry: Any, title: str, images: list[str | bytes] | None) -> Messag
     if role in ("user", "assistant") and not calls and isinstance(text := message["content"], str) and not text.strip():
         raise _UnusableError("empty-content", f"{title} ({role}) is empty")
     return message
+
+
+def _role(entry: Any) -> str | None:
+    """Of a turn that nothing is known about yet; None where it has none."""
+    return ROLE_OF.get(str(_role_name(entry)).strip().lower()) if isinstance(entry, dict) else None
 
 
 def _role_name(entry: dict[str, Any]) -> Any:
@@ -516,5 +577,6 @@ def _kind(value: Any) -> str:
 
 
 def shortened(text: str) -> str:
-    """What a message shows of a text that may be long."""
+    """What a message shows of a text that may be long, or no Unicode."""
+    text = text.encode(errors="backslashreplace").decode()
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"

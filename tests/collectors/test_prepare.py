@@ -155,6 +155,15 @@ def test_unusable_rows_are_counted_by_reason_and_all_listed(tmp_path: Path, targ
     assert listed[-2]["reason"] == "no-assistant"
 
 
+def test_half_a_surrogate_pair_in_the_name_of_a_member_costs_its_row_alone(tmp_path: Path, target: str) -> None:
+    bad = [{"\ud800": 1}, {**rows(1)[0], "chat_template_kwargs": {"\ud800": 1}}]
+    source = write_rows(tmp_path / "a.jsonl", [*rows(3), *bad])
+    info = prepare([source], tmp_path / "data", target, ONE)
+    assert {reject.reason for reject in info.rejects} == {"no-messages", "template-kwargs-invalid"}
+    assert all("\\ud800" in reject.examples[0] for reject in info.rejects)
+    assert info.samples == 3
+
+
 def test_a_question_without_answer_is_a_sample_when_all_is_supervised(tmp_path: Path, target: str) -> None:
     source = write_rows(tmp_path / "a.jsonl", [{"messages": chat("only a question")}])
     info = prepare([source], tmp_path / "data", target, options(loss_on="all"))

@@ -1,4 +1,5 @@
-"""What a row says beside its turns: system messages, history, functions, weights and switches of its chat template."""
+"""What a row says beside its turns: system messages, history, functions, weights and switches of its chat template;
+what its question is about, its thoughts, and columns that contradict each other."""
 
 import json
 from collections.abc import Callable
@@ -334,3 +335,84 @@ def test_a_refusal_names_the_member_and_what_keeps_the_rows(
         with pytest.raises(ConfigError, match=says) as caught:
             run()
         assert "jq -c" in str(caught.value.hint)
+
+
+Q, A, TEXT = "Why?", "So.", "Rain fell."
+QA, BEHIND = chat(Q, A), chat(f"{Q}\n\n{TEXT}", A)
+SHAREGPT = [{"from": "human", "value": Q}, {"from": "gpt", "value": A}]
+ALPACA = f"### Instruction:\n{Q}\n\n### Response:"
+THOUGHT = [QA[0], {**QA[1], "reasoning": "Well"}]
+
+PUBLISHED: dict[str, tuple[dict[str, Any], list[dict[str, Any]] | str]] = {
+    "alpaca": ({"instruction": Q, "input": TEXT, "output": A, "text": f"{ALPACA}\n{A}"}, BEHIND),
+    "dolly": ({"instruction": Q, "context": TEXT, "response": A, "category": "closed_qa"}, BEHIND),
+    "dolly without context": ({"instruction": Q, "context": "", "response": A, "category": "open_qa"}, QA),
+    "sql-create-context": ({"question": Q, "context": TEXT, "answer": A}, BEHIND),
+    "prompt and input": ({"prompt": Q, "input": TEXT, "completion": A}, BEHIND),
+    "openorca": ({"id": "t0.1", "system_prompt": "be brief", "question": Q, "response": A}, [BRIEF, *QA]),
+    "gsm8k": ({"question": Q, "answer": A}, QA),
+    "ultrachat": ({"prompt": Q, "prompt_id": "1", "messages": QA}, QA),
+    "ultrafeedback": ({"prompt": Q, "chosen": QA, "rejected": chat(Q, "No."), "messages": QA, "score_chosen": 8.0}, QA),
+    "openhermes": ({"conversations": SHAREGPT, "custom_instruction": False, "system_prompt": None, "topic": "t"}, QA),
+    "magpie": ({"conversations": SHAREGPT, "instruction": Q, "response": A, "difficulty": "easy"}, QA),
+    "nemotron v1": ({"messages": QA, "reasoning": "on", "category": "chat", "metadata": "{}"}, QA),
+    "nemotron v1 in columns": ({"messages": QA[:1], "output": A, "reasoning": "off"}, QA),
+    "openr1-math": ({"problem": Q, "solution": "Long.", "answer": "5", "messages": QA, "generations": [A]}, QA),
+    "openthoughts": ({"system": "be brief", "conversations": SHAREGPT}, [BRIEF, *QA]),
+    "lmsys-chat": ({"conversation_id": "1", "model": "m", "conversation": QA, "turn": 1, "redacted": False}, QA),
+    "dolphin-r1": ({"messages": QA[:1], "reasoning": "Well", "answer": A, "model": "m"}, THOUGHT),
+    "reasoning-0.01": ({"instruction": Q, "reasoning": "Well", "output": A, "reasoning_chains": []}, THOUGHT),
+    "thoughts told twice": (
+        {"prompt": Q, "reasoning": "Well\n", "response": f"<think>\nWell\n</think>{A}"},
+        chat(Q, f"<think>\nWell\n</think>{A}"),
+    ),
+    "limo": ({"question": Q, "solution": A, "answer": "5"}, QA),
+    "a whole answer and its result": ({"prompt": Q, "completion": A, "solution": "Long.", "answer": "5"}, QA),
+    "verifiers": ({"question": Q, "prompt": [BRIEF, QA[0]], "answer": A}, [BRIEF, *QA]),
+    "verl": ({"prompt": QA[:1], "completion": QA[1:], "answer": "5", "reward": 1.0}, QA),
+    "turns that end with a question": ({"messages": [*HI, QA[0]], "response": A}, [*HI, *QA]),
+    "python-code-18k": ({"instruction": Q, "input": "", "output": A, "prompt": f"{ALPACA}\n{A}"}, "columns-differ"),
+    "self-oss-instruct": ({"prompt": "Invent one.", "instruction": Q, "response": A, "id": 1}, "columns-differ"),
+    "two whole answers": ({"prompt": Q, "response": A, "output": "No."}, "columns-differ"),
+    "dolly-hhrlhf": ({"prompt": f"{ALPACA}\n", "response": A}, "question-rendered"),
+    "full-hh-rlhf": ({"prompt": f"\n\nHuman: {Q}\n\nAssistant:", "response": A, "chosen": A}, "question-rendered"),
+    "helpsteer2": (
+        {"prompt": f"a\n<extra_id_1>Assistant\nb\n<extra_id_1>User\n{Q}", "response": A},
+        "question-rendered",
+    ),
+    "mmlu-pro": ({"question": Q, "options": ["rain", "sun"], "answer": "A", "answer_index": 0}, "context-outside"),
+    "options in the question": (
+        {"question": f"{Q} rain or sun", "options": ["rain", "sun"], "answer": A},
+        [
+            {"role": "user", "content": f"{Q} rain or sun"},
+            QA[1],
+        ],
+    ),
+    "ragbench": ({"question": Q, "documents": [TEXT], "response": A}, "context-outside"),
+    "halubench": ({"passage": TEXT, "question": Q, "answer": A, "label": "PASS"}, "context-outside"),
+    "chatqa": ({"messages": [*QA, HI[0]], "document": TEXT, "answers": ["b"]}, "context-outside"),
+    "messages made of a document": ({"messages": BEHIND, "document": f"{TEXT}\n"}, BEHIND),
+    "hotpotqa": ({"question": Q, "answer": A, "context": {"sentences": [[TEXT]]}}, "content-not-text"),
+    "llama-nemotron": ({"input": QA[:1], "output": A, "reasoning": "on", "system_prompt": ""}, "no-messages"),
+    "metamath": ({"query": Q, "response": A, "type": "GSM_SV", "original_question": Q}, "no-messages"),
+    "hh-rlhf": ({"chosen": f"\n\nHuman: {Q}\n\nAssistant: {A}", "rejected": "No."}, "no-messages"),
+    "openassistant": ({"message_id": "1", "parent_id": "0", "text": Q, "role": "prompter"}, "no-messages"),
+    "capybara": ({"source": "s", "conversation": [{"input": Q, "output": A}]}, "unknown-role"),
+    "lima": ({"conversations": [Q, A], "source": "s"}, "message-not-an-object"),
+}
+"""Columns of published datasets as of November 2026, and of rows like theirs; what is to be read, or why not."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_columns_of_published_datasets_are_read_whole_or_refused(name: str, tmp_path: Path) -> None:
+    row, expected = PUBLISHED[name]
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    items = [parse_row(Row("f:1", row, 1))]
+    if expected == "no-messages" and not {"prompt", "question", "instruction", "messages"} & row.keys():
+        with pytest.raises(ConfigError, match="has no column"):
+            open_sources([str(tmp_path / "rows.parquet")])
+    else:
+        (source,) = open_sources([str(tmp_path / "rows.parquet")])
+        items += map(parse_row, source.rows())
+    for item in items:
+        assert (item.messages if isinstance(item, Conversation) else item.reason) == expected
