@@ -10,7 +10,7 @@ from tiny_target import save_target
 from hiddenstore.cli import main
 from trainer.evaluate.acceptance import tie_gap
 from trainer.evaluate.prompts import Question
-from trainer.evaluate.rounds import _parting, departures
+from trainer.evaluate.rounds import _parting, departures, parted
 from trainer.evaluate.server import Choice, Completion, SamplingOptions, TaskResult
 
 ACCEPTS = (3, 0, 1, 2)
@@ -113,7 +113,7 @@ def test_every_two_answers_that_differ_are_judged_whatever_their_round():
     of_plain = [answers("a b d", "x"), answers("a b d", "x"), answers("a b d", "x"), answers("a q", "x")]
     of_drafted = [answers("a c", "y"), answers("a c", "x"), answers("z b d", "y"), answers("a b d", "x")]
     plain = Plain()
-    found = list(departures(plain, [question], of_plain, of_drafted, SamplingOptions(8, 0.0)))
+    found = list(departures(plain, [question], parted([question], of_plain, of_drafted), SamplingOptions(8, 0.0)))
     assert plain.asked == 1
     listed = {(one.plain, one.drafted): (one.rounds, one.logit_gap, one.is_tie) for one in found}
     assert listed == {
@@ -124,7 +124,7 @@ def test_every_two_answers_that_differ_are_judged_whatever_their_round():
     assert {one.turn for one in found} == {0}
     # Steps at 16 to 32 are 2^-6 in fp16: two are less than the lead of 0.125.
     plain.dtype = "float16"
-    in_fp16 = list(departures(plain, [question], of_plain, of_drafted, SamplingOptions(8, 0.0)))
+    in_fp16 = list(departures(plain, [question], parted([question], of_plain, of_drafted), SamplingOptions(8, 0.0)))
     assert not any(one.is_tie for one in in_fp16)
     assert {one.document()["tie_gap"] for one in in_fp16} == {2**-5}
 

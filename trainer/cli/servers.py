@@ -20,7 +20,16 @@ from hiddenstore.targets.folder import open_target
 from hiddenstore.targets.rendering import RENDER_ERRORS, reason_of
 from trainer.evaluate.acceptance import FRACTION_BITS, tie_gap
 from trainer.evaluate.prompts import Beside, Question, has_tools, left_out, prompt_ids, read_questions
-from trainer.evaluate.rounds import FEWEST_ROUNDS, departures, is_shown_to_pay, measure_rounds, rows_of
+from trainer.evaluate.rounds import (
+    FEWEST_ROUNDS,
+    Departure,
+    Parted,
+    departures,
+    is_shown_to_pay,
+    measure_rounds,
+    parted,
+    rows_of,
+)
 from trainer.evaluate.server import ALL, SERVERS, Render, Row, SamplingOptions, Server, require_one_model
 from trainer.serve import ENGINES
 from trainer.serve.drafter import keep_draft_len
@@ -241,9 +250,10 @@ def _measured(
     rows = [row for one, all_of in zip(servers, drafted, strict=True) for row in rows_of(one.client.url, all_of, plain)]
     lengths = dict(zip((server.client.url for server in servers), options.draft_lens, strict=False))
     rows = [row | {"draft_len": lengths.get(row["server"], row["draft_len"])} for row in rows]
-    parted = []
+    judged: list[Departure] = []
     if baseline is not None and plain is not None and not sampling.temperature:
-        parted = [one for all_of in drafted for one in departures(baseline, questions, plain, all_of, sampling)]
+        differing = [each for all_of in drafted if (each := parted(questions, plain, all_of))]
+        judged = _judged(baseline, questions, differing, sampling)
     for row in rows:
         if row["others_were_served"] and row["task"] != ALL:
             output().warn(f"{row['server']} drafted for others while {row['task']} ran: its accepted length is mixed")
@@ -257,10 +267,25 @@ def _measured(
     return {
         **{name: overall[name] for name in (*names, "speedup", "speedup_rounds")},
         "answers": len(servers) * rounds * sum(1 + len(question.more) for question in questions),
-        "ties": [one.document() for one in parted if one.is_tie],
-        "differences": [one.document() for one in parted if not one.is_tie],
+        "ties": [one.document() for one in judged if one.is_tie],
+        "differences": [one.document() for one in judged if not one.is_tie],
         "rows": rows,
     }
+
+
+def _judged(
+    baseline: Server, questions: Sequence[Question], differing: Sequence[Parted], sampling: SamplingOptions
+) -> list[Departure]:
+    """Answers that differ, each asked for once more."""
+    if not differing:
+        return []
+    with Progress("compare", total=sum(map(len, differing)), unit="answers") as progress:
+        judged = []
+        for each in differing:
+            for one in departures(baseline, questions, each, sampling):
+                judged.append(one)
+                progress.advance()
+    return judged
 
 
 def _open(options: ServerOptions, url: str, render: Render | None) -> Server:

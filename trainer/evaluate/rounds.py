@@ -111,22 +111,36 @@ class Departure:
         return asdict(self) | {"tie_gap": tie_gap(self.logit, self.dtype)}
 
 
-def departures(
-    plain: Server, questions: Sequence[Question], of_plain: Rounds, of_drafted: Rounds, sampling: SamplingOptions
-) -> Iterator[Departure]:
-    """Every two answers that differ, in whatever rounds, each judged by what the plain server says when it is asked
-    again with its logits. Of a conversation the first turn that differs: what follows answers another text."""
-    parted: Counter[tuple[int, _Turns]] = Counter()
-    ordered = [question for _, group in by_task(questions) for question in group]
+_Turns = tuple[tuple[str, str], ...]
+"""Of a question: the plain and the drafted answer to each turn."""
+Parted = Counter[tuple[int, _Turns]]
+"""Rounds in which a question, by its place among those by task, was answered so, up to the first turn that differs."""
+
+
+def parted(questions: Sequence[Question], of_plain: Rounds, of_drafted: Rounds) -> Parted:
+    """Every two answers that differ. Of a conversation the first turn that differs: what follows answers another
+    text."""
+    found: Parted = Counter()
     for one, other in zip(of_plain, of_drafted, strict=True):
         # The last result is that of all tasks, in their order.
         answers, others = iter(one[-1].answers), iter(other[-1].answers)
-        for number, question in enumerate(ordered):
+        for number, question in enumerate(_ordered(questions)):
             given = [(next(answers).text, next(others).text) for _ in range(1 + len(question.more))]
             turn = next((i for i, (a, b) in enumerate(given) if a != b), None)
             if turn is not None:
-                parted[number, tuple(given[: turn + 1])] += 1
-    known: dict[str, list[Choice]] = {}
+                found[number, tuple(given[: turn + 1])] += 1
+    return found
+
+
+def _ordered(questions: Sequence[Question]) -> list[Question]:
+    return [question for _, group in by_task(questions) for question in group]
+
+
+def departures(
+    plain: Server, questions: Sequence[Question], differing: Parted, sampling: SamplingOptions
+) -> Iterator[Departure]:
+    """Each of these judged by what the plain server says when it is asked again with its logits."""
+    ordered, known = _ordered(questions), dict[str, list[Choice]]()
 
     def choices(messages: list[Message], beside: Beside) -> list[Choice]:
         """The tokens of the plain answer, asked for once; empty where the server does not say."""
@@ -138,13 +152,9 @@ def departures(
                 known[key] = plain.choices(messages, replace(sampling, beside=beside))
         return known[key]
 
-    for (number, turns), rounds in sorted(parted.items()):
+    for (number, turns), rounds in sorted(differing.items()):
         departure = replace(_departure(choices, ordered[number], turns), rounds=rounds)
         yield departure if plain.dtype is None else replace(departure, dtype=plain.dtype)
-
-
-_Turns = tuple[tuple[str, str], ...]
-"""Of a question: the plain and the drafted answer to each turn."""
 
 
 def _departure(
