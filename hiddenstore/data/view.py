@@ -13,7 +13,9 @@ from hiddenstore.codecs import get_layout
 from hiddenstore.codecs.base import MaskedCodec
 from hiddenstore.codecs.recipes import recipe_name
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.index.table import SPLITS
 from hiddenstore.records import Record, Sample, is_text
+from hiddenstore.store import Store
 from schemas.capture import CaptureSpec
 from schemas.manifest import ROLES
 from schemas.prepared import LossChoice
@@ -92,3 +94,15 @@ class SampleView:
 
 WHOLE = SampleView()
 """Whole samples under their stored mask."""
+
+
+def in_split(store: Store, split: str) -> np.ndarray:
+    """Which samples of the table of a store belong to a split: bool [N]. Raises ConfigError: ``split-empty``, listing
+    the splits that hold samples, where it has none or is no split."""
+    numbers = store.catalog.table.split
+    samples: np.ndarray = (np.array(SPLITS) == split)[numbers]
+    if not samples.any():
+        others = ", ".join(SPLITS[number] for number in np.unique(numbers)) or "none"
+        problem = f"{store.path} holds no {split} samples; splits with samples: {others}"
+        raise ConfigError(problem, kind=Kind.SPLIT_EMPTY)
+    return samples
