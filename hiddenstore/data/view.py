@@ -14,7 +14,7 @@ from hiddenstore.codecs.base import MaskedCodec
 from hiddenstore.codecs.recipes import recipe_name
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.index.table import SPLITS
-from hiddenstore.records import Record, Sample, is_text
+from hiddenstore.records import Record, Sample, cut_spans, is_text
 from hiddenstore.store import Store
 from schemas.capture import CaptureSpec
 from schemas.manifest import ROLES
@@ -78,13 +78,20 @@ class SampleView:
         return reasons, options
 
     def cut(self, record: Record) -> Record:
-        """A record without what lies past ``max_tokens``: aux [L, n, D], and the final rows below n."""
+        """A record without what lies past ``max_tokens``: aux [L, n, D], the final rows below n, turns that end there,
+        and the images that begin before it. Its ``mask`` is read off the whole, whose last turn may lie behind."""
         sample, n = record.sample, self.tokens(record.sample.tokens)
         kept = record.final_rows < n
         count = int(kept.sum())
         return replace(
             record,
-            sample=replace(sample, input_ids=sample.input_ids[:n], loss_mask=sample.loss_mask[:n]),
+            sample=replace(
+                sample,
+                input_ids=sample.input_ids[:n],
+                loss_mask=sample.loss_mask[:n],
+                spans=cut_spans(sample.spans, n),
+                images=tuple(image for image in sample.images if image.start < n),
+            ),
             aux=record.aux[:, :n],
             final=record.final[:count],
             final_rows=record.final_rows[kept],
