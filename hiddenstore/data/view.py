@@ -5,6 +5,7 @@ Shapes: T tokens of a sample, n those kept, L layers, D target width, R final ro
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 import torch
@@ -27,10 +28,16 @@ _ASSISTANT = ROLES.index("assistant")
 class SampleView:
     """``max_tokens``: longer samples end there. ``loss_on``: the tokens that teach: those the stored mask says
     (``stored``), every answer, the last one, or every token of a turn with what the mask says besides, read off the
-    stored turn spans."""
+    stored turn spans. Raises ConfigError: ``option-invalid``."""
 
     max_tokens: int | None = None
     loss_on: LossChoice = "stored"
+
+    def __post_init__(self) -> None:
+        choices = get_args(LossChoice)
+        if self.loss_on not in choices or (self.max_tokens is not None and self.max_tokens < 1):
+            problem = f"{self}: max_tokens is 1 at least, or None for whole samples, and loss_on {', '.join(choices)}"
+            raise ConfigError(problem, kind=Kind.OPTION_INVALID)
 
     def tokens(self, stored: int) -> int:
         """How many tokens of a sample of ``stored`` ones are read."""

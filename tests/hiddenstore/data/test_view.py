@@ -147,6 +147,13 @@ def test_turns_end_where_a_sample_is_cut(tmp_path: Path, tokens: int, expected: 
     assert store[0].sample.spans.tolist() == TURNS.tolist()
 
 
+@pytest.mark.parametrize("words", [{"max_tokens": 0}, {"max_tokens": -3}, {"loss_on": "last_turn"}])
+def test_a_view_that_cannot_be_is_refused(words: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="stored, assistant, last-turn, all") as caught:
+        SampleView(**words)
+    assert caught.value.kind == "option-invalid"
+
+
 def test_images_that_begin_behind_the_cut_are_left_out() -> None:
     images = tuple(ImageEntry(sha256="0" * 64, start=start, height=1, width=3) for start in (1, 5))
     ids = np.arange(10, dtype=np.int32)
