@@ -59,10 +59,11 @@ __all__ = [
 
 
 def open(location: str | Path, snapshot: str | None = None) -> "Store":
-    """The store at a path; ``snapshot`` names one of its saved snapshots to freeze what is read."""
+    """The store at a path; ``snapshot``, or ``path@name``, names one of its saved snapshots to freeze what is read."""
+    from hiddenstore.files.layout import split_snapshot
     from hiddenstore.store import Store
 
-    return Store.open(location, snapshot)
+    return Store.open(*split_snapshot(str(location))) if snapshot is None else Store.open(location, snapshot)
 
 
 def _version() -> str:

@@ -194,6 +194,13 @@ def spans_fault(spans: np.ndarray, tokens: int) -> str | None:
     return f"turn {spans[bad][0].tolist()} (role, start, end) is none of {tokens:,} tokens" if bad.any() else None
 
 
+def cut_spans(spans: np.ndarray, tokens: int) -> np.ndarray:
+    """Turns int32 [n, 3] of a sample that is cut behind its first ``tokens`` tokens."""
+    turns = spans[spans[:, 1] < tokens]
+    turns[:, 2].clip(max=tokens, out=turns[:, 2])
+    return turns
+
+
 def image_positions(tokens: int, images: Sequence[ImageEntry]) -> np.ndarray:
     """int64 [3, T] of (time, row, column): text counts on along all three, the tokens of an image stand at its rows and
     columns and at one time, and text goes on behind the largest. What ``get_rope_index`` of transformers gives."""

@@ -106,7 +106,7 @@ def _named_view(file: str | Path | None, words: Sequence[str]) -> SampleView:
         for key in ("max_tokens", "loss_on")
     )
     loss_on = next((value for value in get_args(LossChoice) if value == choice), WHOLE.loss_on)
-    return SampleView(int(cut) if cut.isdecimal() else None, loss_on)
+    return SampleView(int(cut) or None if cut.isdecimal() else None, loss_on)
 
 
 def view_of(config: TrainConfig) -> SampleView:

@@ -33,7 +33,7 @@ from hiddenstore.conversation import NO_ANSWER, Conversation, Problem, Row, pars
 from hiddenstore.errors import InterruptError, Kind, StorageError
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.inputs import PREPARED
-from hiddenstore.records import final_row_positions, sample_id
+from hiddenstore.records import cut_spans, final_row_positions, sample_id
 from hiddenstore.threads import usable_cores
 from schemas.manifest import ImageEntry
 from schemas.prepared import Overlong
@@ -290,8 +290,7 @@ def _limited(sample: Tokenised, rules: SampleRules) -> Tokenised | Problem:
     if not mask.any():
         detail = f"of {length:,} tokens none of the first {limit:,} is supervised"
         return Problem(sample.location, "nothing-supervised-after-cut", detail)
-    spans = sample.spans[sample.spans[:, 1] < limit]
-    spans = np.concatenate([spans[:, :2], np.minimum(spans[:, 2:], limit)], axis=1)
+    spans = cut_spans(sample.spans, limit)
     sample = replace(sample, images=images, image_files=sample.image_files[: len(images)])
     return replace(sample, input_ids=sample.input_ids[:limit], loss_mask=mask, spans=spans, is_cut=True)
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import click
 
-from hiddenstore.cli.words import STORE, open_store, split_snapshot
+from hiddenstore.cli.words import STORE, open_store
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, count, plural, size
 from hiddenstore.errors import HiddenstoreError
+from hiddenstore.files.layout import split_snapshot
 
 
 @click.command(epilog=examples("hiddenstore log my-store", "hiddenstore log my-store@train-v1 --units --json"))

@@ -9,11 +9,12 @@ import click
 from rich.padding import Padding
 from rich.text import Text
 
-from hiddenstore.cli.words import STORE, FiniteRange, open_store, split_snapshot
+from hiddenstore.cli.words import STORE, FiniteRange, open_store
 from hiddenstore.codecs.recipes import RECIPES
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import Column, amount, bar, clean, count, number, percent, plural, size, spark
+from hiddenstore.files.layout import split_snapshot
 from hiddenstore.inspect.choice import points_of
 from schemas.capture import REBUILT, TOPK
 from schemas.layers import field_name

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hiddenstore.cli.care import copy_with_progress
-from hiddenstore.cli.words import layers_option, open_store, split_snapshot
+from hiddenstore.cli.words import layers_option, open_store
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import plural, size
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
 from hiddenstore.files.damage import raise_refusal
-from hiddenstore.files.layout import STORE_JSON, kind_of, missing
+from hiddenstore.files.layout import STORE_JSON, kind_of, missing, split_snapshot
 from hiddenstore.files.lock import FolderLock
 from hiddenstore.fs import is_address, open_filesystem
 from hiddenstore.fs.local import LocalFilesystem

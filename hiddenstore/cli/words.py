@@ -19,7 +19,7 @@ from click.shell_completion import (
 )
 
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.files.layout import DATA_JSON, STORE_JSON, kind_of, missing
+from hiddenstore.files.layout import DATA_JSON, STORE_JSON, kind_of, missing, split_snapshot
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store
@@ -144,14 +144,6 @@ def opening_words(target: str, template: str | None, revision: str | None, trust
     options = (("--target", target), ("--template", template), ("--revision", revision))
     words = [word for name, value in options if value for word in (name, value)]
     return [*words, "--trust-remote-code"] if trust_remote_code else words
-
-
-def split_snapshot(text: str) -> tuple[str, str | None]:
-    """Path and snapshot of ``path@name``; no snapshot where a folder has that very name."""
-    path, at, snapshot = text.rpartition("@")
-    if at and path and snapshot and not Path(text).exists() and "/" not in snapshot:
-        return path, snapshot
-    return text, None
 
 
 def open_store(text: str, *, strict: bool = True) -> "Store":

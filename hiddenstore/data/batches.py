@@ -16,9 +16,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from hiddenstore.data.order import BatchPlan, Order, global_batches
 from hiddenstore.data.packed import PackedBatch, complete
 from hiddenstore.data.read import DecodedFiller, EncodedFiller, Job, Prefetch, SampleSlot
-from hiddenstore.data.view import WHOLE, SampleView
+from hiddenstore.data.view import WHOLE, SampleView, in_split
 from hiddenstore.errors import ConfigError, ConflictError, Kind
-from hiddenstore.index.table import SPLITS, Ids
+from hiddenstore.index.table import Ids
 from hiddenstore.store import Store
 from hiddenstore.targets.identity import target_words
 from hiddenstore.targets.rebuild import layers_to_read
@@ -118,9 +118,9 @@ class TokenBatches(IterableDataset[GlobalBatch]):
             self._read = self._layers
         self._pack_tokens = self.batch_tokens if self.pack_tokens is None else self.pack_tokens
         self._table = self.store.catalog.table
-        in_split = self._table.split == SPLITS.index(self.split)
+        samples = in_split(self.store, self.split)
         # None for all of them: a row number a sample is memory.
-        self._rows = None if bool(in_split.all()) else np.flatnonzero(in_split).astype(np.int32)
+        self._rows = None if bool(samples.all()) else np.flatnonzero(samples).astype(np.int32)
         self._lengths = self._table.tokens if self._rows is None else self._table.tokens[self._rows]
         if self.view.max_tokens is not None:
             self._lengths = np.minimum(self._lengths, self.view.max_tokens)
@@ -274,12 +274,6 @@ class TokenBatches(IterableDataset[GlobalBatch]):
         return replace(slot, final_rows=int(np.searchsorted(reader.final_rows(index), slot.tokens)))
 
     def _check(self) -> None:
-        if not len(self._lengths):
-            splits = sorted(SPLITS[number] for number in np.unique(self._table.split))
-            raise ConfigError(
-                f"{self.store.path} holds no {self.split} samples; splits with samples: {', '.join(splits) or 'none'}",
-                kind=Kind.SPLIT_EMPTY,
-            )
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(f"rank {self.rank} is outside 0…{self.world_size - 1}", kind=Kind.PACK_INVALID)
         if min(self._pack_tokens, self.batch_tokens) < 1:

@@ -142,14 +142,15 @@ class DecodedFiller:
             final = pack.final[sample.final_rows] if self._stores_final else pack.final
         if sample.slot.tokens == self._view.max_tokens:
             reader, index = self._store.reader_of(sample.slot.id)
-            record = self._view.cut(reader.read(index, self._layers, self._final))
+            stored = reader.read(index, self._layers, self._final)
+            record = self._view.cut(stored)
             tokens, final_rows = record.sample.tokens, len(record.final_rows)
             _require(sample.slot, (tokens, record.aux.shape[1], final_rows, final_rows))
             aux.copy_(record.aux)
             if final is not None and self._stores_final:
                 final.copy_(record.final)
         else:
-            record = self._store.read_into(sample.slot.id, aux, final, self._layers)
+            record = stored = self._store.read_into(sample.slot.id, aux, final, self._layers)
         rows = len(record.final_rows) if record.topk is None else record.topk.rows
         _require(sample.slot, (record.sample.tokens, record.aux.shape[1], rows, len(record.final_rows)))
         if pack.topk is not None:
@@ -157,8 +158,8 @@ class DecodedFiller:
             pack.topk.ids[sample.final_rows] = record.topk.ids
             pack.topk.log_probs[sample.final_rows] = record.topk.log_probs
             pack.topk.lse[sample.final_rows] = record.topk.lse
-        self._view.require_rows(record.sample, self._store.capture, self._layers, self._final)
-        mask = self._view.mask(record.sample)
+        self._view.require_rows(stored.sample, self._store.capture, self._layers, self._final)
+        mask = self._view.mask(stored.sample)[: sample.slot.tokens]
         _put(vars(pack), sample, record.sample.input_ids, mask, record.final_rows, record.sample.images)
 
     def fill_many(self, pack: Pack, samples: Sequence[PackedSample]) -> None:

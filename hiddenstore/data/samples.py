@@ -13,9 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from hiddenstore.data.packed import PackedBatch
-from hiddenstore.data.view import WHOLE, SampleView
-from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.index.table import SPLITS
+from hiddenstore.data.view import WHOLE, SampleView, in_split
 from hiddenstore.records import Record, TopK, drafter_positions
 from hiddenstore.store import Store
 from hiddenstore.targets.rebuild import layers_to_read
@@ -40,10 +38,7 @@ class SampleDataset(Dataset[Record]):
     ) -> None:
         self.store, self.split, self.layers, self.final, self.view = store, split, layers, final, view
         order = store.catalog.commit_order()
-        rows = order[store.catalog.table.split[order] == SPLITS.index(split)]
-        if not len(rows):
-            raise ConfigError(f"{store.path} holds no {split} samples", kind=Kind.SPLIT_EMPTY)
-        self.sample_ids = store.catalog.table.ids.take(rows)
+        self.sample_ids = store.catalog.table.ids.take(order[in_split(store, split)[order]])
 
     def __len__(self) -> int:
         return len(self.sample_ids)

@@ -5,6 +5,7 @@ Shapes: T tokens of a sample, n those kept, L layers, D target width, R final ro
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 import torch
@@ -13,7 +14,9 @@ from hiddenstore.codecs import get_layout
 from hiddenstore.codecs.base import MaskedCodec
 from hiddenstore.codecs.recipes import recipe_name
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.records import Record, Sample, is_text
+from hiddenstore.index.table import SPLITS
+from hiddenstore.records import Record, Sample, cut_spans, is_text
+from hiddenstore.store import Store
 from schemas.capture import CaptureSpec
 from schemas.manifest import ROLES
 from schemas.prepared import LossChoice
@@ -25,10 +28,16 @@ _ASSISTANT = ROLES.index("assistant")
 class SampleView:
     """``max_tokens``: longer samples end there. ``loss_on``: the tokens that teach: those the stored mask says
     (``stored``), every answer, the last one, or every token of a turn with what the mask says besides, read off the
-    stored turn spans."""
+    stored turn spans. Raises ConfigError: ``option-invalid``."""
 
     max_tokens: int | None = None
     loss_on: LossChoice = "stored"
+
+    def __post_init__(self) -> None:
+        choices = get_args(LossChoice)
+        if self.loss_on not in choices or (self.max_tokens is not None and self.max_tokens < 1):
+            problem = f"{self}: max_tokens is 1 at least, or None for whole samples, and loss_on {', '.join(choices)}"
+            raise ConfigError(problem, kind=Kind.OPTION_INVALID)
 
     def tokens(self, stored: int) -> int:
         """How many tokens of a sample of ``stored`` ones are read."""
@@ -76,13 +85,20 @@ class SampleView:
         return reasons, options
 
     def cut(self, record: Record) -> Record:
-        """A record without what lies past ``max_tokens``: aux [L, n, D], and the final rows below n."""
+        """A record without what lies past ``max_tokens``: aux [L, n, D], the final rows below n, turns that end there,
+        and the images that begin before it. Its ``mask`` is read off the whole, whose last turn may lie behind."""
         sample, n = record.sample, self.tokens(record.sample.tokens)
         kept = record.final_rows < n
         count = int(kept.sum())
         return replace(
             record,
-            sample=replace(sample, input_ids=sample.input_ids[:n], loss_mask=sample.loss_mask[:n]),
+            sample=replace(
+                sample,
+                input_ids=sample.input_ids[:n],
+                loss_mask=sample.loss_mask[:n],
+                spans=cut_spans(sample.spans, n),
+                images=tuple(image for image in sample.images if image.start < n),
+            ),
             aux=record.aux[:, :n],
             final=record.final[:count],
             final_rows=record.final_rows[kept],
@@ -92,3 +108,15 @@ class SampleView:
 
 WHOLE = SampleView()
 """Whole samples under their stored mask."""
+
+
+def in_split(store: Store, split: str) -> np.ndarray:
+    """Which samples of the table of a store belong to a split: bool [N]. Raises ConfigError: ``split-empty``, listing
+    the splits that hold samples, where it has none or is no split."""
+    numbers = store.catalog.table.split
+    samples: np.ndarray = (np.array(SPLITS) == split)[numbers]
+    if not samples.any():
+        others = ", ".join(SPLITS[number] for number in np.unique(numbers)) or "none"
+        problem = f"{store.path} holds no {split} samples; splits with samples: {others}"
+        raise ConfigError(problem, kind=Kind.SPLIT_EMPTY)
+    return samples

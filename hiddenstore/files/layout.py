@@ -211,6 +211,14 @@ def parse_snapshot(name: str) -> str | None:
     return match[1] if (match := _SAVED.fullmatch(name)) else None
 
 
+def split_snapshot(text: str) -> tuple[str, str | None]:
+    """Path and snapshot of ``path@name``; no snapshot where a folder has that very name."""
+    path, at, snapshot = text.rpartition("@")
+    if at and path and snapshot and not Path(text).exists() and "/" not in snapshot:
+        return path, snapshot
+    return text, None
+
+
 def is_slice(name: str) -> bool:
     """Whether a name under ``calibration/`` is that of a slice's states."""
     return _SLICE.fullmatch(name) is not None

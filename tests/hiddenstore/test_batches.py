@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from hiddenstore.data import Cursor, GlobalBatch, PackedBatch, TokenBatches
+from hiddenstore.data import Cursor, GlobalBatch, PackedBatch, SampleDataset, TokenBatches, loader
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind
 from hiddenstore.index.table import SPLITS, Ids, SampleTable, joined
 from hiddenstore.records import Record, Sample, final_row_positions, sample_id
@@ -259,6 +259,14 @@ def test_splits_are_read_apart() -> None:
     assert sorted(validation) == sorted(e.id for e in store.samples[:4])
     with pytest.raises(ConfigError, match="no validation samples"):
         batches_of(MemoryStore(LENGTHS), split="validation")
+
+
+def test_a_split_of_another_name_is_refused_with_the_splits_there_are(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples=20)
+    for reading in (TokenBatches, SampleDataset, loader):
+        with pytest.raises(ConfigError, match="no val samples; splits with samples: train, validation") as caught:
+            reading(store, split="val", **({"batch_tokens": 64} if reading is TokenBatches else {}))
+        assert caught.value.kind == "split-empty"
 
 
 def test_only_the_layers_asked_for_are_read() -> None:

@@ -269,6 +269,16 @@ def test_the_command_writes_the_page_and_says_its_verdicts(store: Store, tmp_pat
     assert run("report", store.path, "-o", str(out), "--samples", "0", "-q").stdout.strip() == str(out)
 
 
+def test_a_store_below_a_folder_with_an_at_sign_and_its_snapshot_have_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_store(Path("jo@corp")).save_snapshot("v1")
+    for named in ("jo@corp/store", "jo@corp/store@v1"):
+        result = run("report", named, "--samples", "0", "--measure", "1", "-q")
+        assert (result.exit_code, result.stdout) == (0, "store-report.html\n"), result.stderr
+
+
 def test_a_file_that_is_no_report_is_never_replaced(store: Store, tmp_path: Path) -> None:
     out = tmp_path / "notes.html"
     out.write_text("<p>mine</p>")

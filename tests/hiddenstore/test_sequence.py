@@ -15,8 +15,9 @@ import hiddenstore
 from hiddenstore.errors import ConfigError, NotFoundError
 from hiddenstore.records import Record
 from hiddenstore.store import Store
-from hiddenstore.testing.builders import make_store
+from hiddenstore.testing.builders import ENGINE, make_samples, make_store, random_records
 from hiddenstore.testing.workload import contents
+from hiddenstore.writer import write_unit
 
 
 @pytest.fixture
@@ -61,6 +62,22 @@ def test_a_start_that_several_ids_share_lists_them(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"samples start with {shared!r}: ") as error:
         store[shared]
     assert error.value.kind == "sample-ambiguous"
+
+
+def test_a_path_with_a_snapshot_opens_what_it_names(tmp_path: Path) -> None:
+    folder = tmp_path / "jo@corp" / "chats@home"
+    make_store(folder)
+    first = Store.open(folder / "store")
+    first.save_snapshot("v1")
+    write_unit(first, "u-late", "0" * 64, random_records(make_samples(1, seed=9), first.capture), (), ENGINE)
+    for frozen in (hiddenstore.open(f"{folder}/store@v1"), hiddenstore.open(folder / "store", "v1")):
+        assert frozen.is_frozen
+        assert frozen.sample_ids == first.sample_ids
+    assert len(hiddenstore.open(folder / "store")) == len(first) + 1
+    (folder / "store").rename(folder / "store@v1")
+    assert not hiddenstore.open(folder / "store@v1").is_frozen
+    with pytest.raises(NotFoundError, match="v2"):
+        hiddenstore.open(f"{folder}/store@v1@v2")
 
 
 def test_a_pickled_store_with_open_units_reads_the_same(store: Store) -> None:

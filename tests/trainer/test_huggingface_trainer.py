@@ -28,7 +28,8 @@ def test_the_script_trains_step_by_step_as_our_own_loop_does(
     store = tiny_store(tmp_path)
     (script,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "drafter.py").write_text(script)
-    monkeypatch.setattr(sys, "argv", ["drafter.py", store.path, str(tmp_path / "out"), *WORDS])
+    store.save_snapshot("first")
+    monkeypatch.setattr(sys, "argv", ["drafter.py", f"{store.path}@first", str(tmp_path / "out"), *WORDS])
     found: dict[str, Any] = runpy.run_path(str(tmp_path / "drafter.py"))
     history = [line for line in found["trainer"].state.log_history if "loss" in line]
     train(store.path, tmp_path / "run", words=WORDS)

@@ -15,11 +15,11 @@ from hiddenstore.cli.words import (
     FiniteRange,
     cache_options,
     same_target_option,
-    split_snapshot,
     target_options,
 )
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.errors import CorruptionError, HiddenstoreError
+from hiddenstore.files.layout import split_snapshot
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store

@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.words import RUN, STORE, FiniteRange, Name, layers_option, open_store, split_snapshot
+from hiddenstore.cli.words import RUN, STORE, FiniteRange, Name, layers_option, open_store
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.dumps import LAYOUTS, SHORT_NAMES
+from hiddenstore.files.layout import split_snapshot
 from hiddenstore.fs import require_local
 
 if TYPE_CHECKING:

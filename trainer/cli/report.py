@@ -10,7 +10,7 @@ from hiddenstore.cli.words import RUN, STORE, Place, open_store
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.progress import Progress
 from hiddenstore.errors import Kind, NotFoundError
-from hiddenstore.files.layout import kind_of
+from hiddenstore.files.layout import kind_of, split_snapshot
 from hiddenstore.report.page import refuse_other_file, write_page
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def _is_run(path: str) -> bool:
 
 
 def _require(path: str) -> None:
-    if "://" not in path and not Path(path.partition("@")[0]).exists():
+    if "://" not in path and not Path(split_snapshot(path)[0]).exists():
         raise NotFoundError(
             f"{path} does not exist; a report is of a store or of a run",
             kind=Kind.PATH_MISSING,
@@ -67,7 +67,7 @@ def report(path: str, out: str | None, samples: int, measure: int, draft_len: in
 
     The file shows text of the data set unless --samples 0 is given.
     """
-    file = _file(out or f"{Path(path.rstrip('/')).name.partition('@')[0] or 'store'}-report.html")
+    file = _file(out or f"{Path(split_snapshot(path)[0]).name or 'store'}-report.html")
     made = _run_page(path, samples, measure, draft_len) if _is_run(path) else _store_page(path, samples, measure)
     _write(made, file, {"path": path})
 

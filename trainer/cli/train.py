@@ -11,11 +11,11 @@ from rich.padding import Padding
 from rich.text import Text
 
 from hiddenstore.cli.peers import translated
-from hiddenstore.cli.words import STORE, Name, cache_options, open_store, split_snapshot
+from hiddenstore.cli.words import STORE, Name, cache_options, open_store
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, bar, percent
 from hiddenstore.errors import ConfigError, ConflictError, HiddenstoreError, Kind
-from hiddenstore.files.layout import DATA_JSON, STORE_JSON, kind_of, missing
+from hiddenstore.files.layout import DATA_JSON, STORE_JSON, kind_of, missing, split_snapshot
 from hiddenstore.fs import open_filesystem
 from hiddenstore.fs.publish import make_folder, replace_file
 from hiddenstore.fs.seam import storage_error

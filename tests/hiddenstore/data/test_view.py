@@ -17,6 +17,7 @@ from hiddenstore.records import sample_id as id_of
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import ENGINE, HEAD, capture_spec, make_store, random_records, target_files
 from hiddenstore.writer import create_store, write_unit
+from schemas.manifest import ImageEntry
 
 CUT = 14
 
@@ -118,15 +119,67 @@ def test_more_than_was_stored_teaches_only_where_the_final_rows_are(tmp_path: Pa
     assert bool(next(iter(without)).packs[0].loss_mask.all())
 
 
-@pytest.mark.parametrize("kind", [DecodedFiller, EncodedFiller])
-def test_what_lies_past_the_cut_teaches_nothing_and_is_not_asked_for(tmp_path: Path, kind: Any) -> None:
+def one_sample(folder: Path, supervised: list[int]) -> Store:
+    """A store of ten tokens with ``TURNS``, of which the mask teaches those named."""
     ids = np.arange(10, dtype=np.int32)
-    mask = ((ids == 3) | (ids == 4)).astype(np.uint8)
+    mask = np.isin(ids, supervised).astype(np.uint8)
     capture = capture_spec()
-    store = create_store(tmp_path, capture, HEAD, "safe", target_files())
+    store = create_store(folder, capture, HEAD, "safe", target_files())
     record = random_records([Sample(id_of(ids, mask), ids, mask, TURNS)], capture)
     write_unit(store, "u-000000", "0" * 64, record, (), ENGINE)
-    store, view = Store.open(tmp_path), SampleView(max_tokens=6, loss_on="assistant")
+    return Store.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (10, TURNS.tolist()),
+        (9, [[1, 0, 2], [2, 3, 5], [1, 5, 7], [2, 8, 9]]),
+        (8, [[1, 0, 2], [2, 3, 5], [1, 5, 7]]),
+        (1, [[1, 0, 1]]),
+    ],
+)
+def test_turns_end_where_a_sample_is_cut(tmp_path: Path, tokens: int, expected: list[list[int]]) -> None:
+    store = one_sample(tmp_path, [3, 4])
+    sample = SampleDataset(store, view=SampleView(max_tokens=tokens))[0].sample
+    assert sample.spans.tolist() == expected
+    assert sample.spans.dtype == np.int32
+    assert store[0].sample.spans.tolist() == TURNS.tolist()
+
+
+@pytest.mark.parametrize("words", [{"max_tokens": 0}, {"max_tokens": -3}, {"loss_on": "last_turn"}])
+def test_a_view_that_cannot_be_is_refused(words: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="stored, assistant, last-turn, all") as caught:
+        SampleView(**words)
+    assert caught.value.kind == "option-invalid"
+
+
+def test_images_that_begin_behind_the_cut_are_left_out() -> None:
+    images = tuple(ImageEntry(sha256="0" * 64, start=start, height=1, width=3) for start in (1, 5))
+    ids = np.arange(10, dtype=np.int32)
+    (record,) = random_records(
+        [Sample("0" * 32, ids, (ids == 8).astype(np.uint8), TURNS, images=images)], capture_spec()
+    )
+    for tokens, count in ((5, 1), (6, 2)):
+        assert SampleView(max_tokens=tokens).cut(record).sample.images == images[:count]
+
+
+@pytest.mark.parametrize("kind", [DecodedFiller, EncodedFiller])
+def test_the_last_turn_of_a_cut_sample_is_the_last_one_of_the_whole(tmp_path: Path, kind: Any) -> None:
+    store = one_sample(tmp_path, [3, 4, 8, 9])
+    for tokens, taught in ((9, [8]), (6, [])):
+        view = SampleView(max_tokens=tokens, loss_on="last-turn")
+        rows = int((store[0].final_rows < tokens).sum())
+        filler, slot = kind(store, (1, 3), True, view), SampleSlot(store.sample_ids[0], tokens, rows)
+        pack = filler.empty([slot], Buffers(1 << 20))
+        filler.fill(pack, packed_samples([slot])[0])
+        assert torch.nonzero(pack.to("cpu").loss_mask).flatten().tolist() == taught
+        assert np.flatnonzero(SampleDataset(store, view=view)[0].sample.loss_mask).tolist() == taught
+
+
+@pytest.mark.parametrize("kind", [DecodedFiller, EncodedFiller])
+def test_what_lies_past_the_cut_teaches_nothing_and_is_not_asked_for(tmp_path: Path, kind: Any) -> None:
+    store, view = one_sample(tmp_path, [3, 4]), SampleView(max_tokens=6, loss_on="assistant")
     filler, slot = kind(store, (1, 3), True, view), SampleSlot(store.sample_ids[0], 6, 4)
     pack = filler.empty([slot], Buffers(1 << 20))
     filler.fill(pack, packed_samples([slot])[0])
