@@ -60,8 +60,7 @@ def measure(
     drafters = [
         load_drafter(info.checkpoint, device, head=head, final_norm=norm, untrained=fresh) for fresh in (False, True)
     ]
-    longest = drafters[0].kind.longest_draft(drafters[0].config) or draft_len
-    shape = DraftShape(min(draft_len, longest))
+    shape = DraftShape(drafters[0].within(draft_len))
     splits = {entry.split for _, entry in store.entries}
     split: Split = "validation" if "validation" in splits else "train"
     packs = _first(split_packs(store, split, drafters[0].needs, device), samples)

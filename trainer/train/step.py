@@ -158,11 +158,11 @@ def validate(state: TrainState) -> None:
                 break
 
     use = state.in_use
-    draft_len = min(VALIDATION_DRAFT_LEN, use.kind.longest_draft(use.config) or VALIDATION_DRAFT_LEN)
+    shape = DraftShape(use.within(VALIDATION_DRAFT_LEN))
     state.model.eval()
     state.model.rng_key = VALIDATION_KEY
     with unsharded(state.parallel), state.group.all_or_none():
-        tally = evaluate_packs([use], validation_packs(), [DraftShape(draft_len)], device=str(state.device))[0].tally
+        tally = evaluate_packs([use], validation_packs(), [shape], device=str(state.device))[0].tally
     state.model.train()
     walked = torch.tensor([tally.drafts, tally.tokens, *tally.accepted_at], device=state.device)
     state.group.all_reduce([totals.sums, totals.hits, totals.counts, totals.open, walked])
