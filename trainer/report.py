@@ -28,8 +28,9 @@ from schemas.manifest import Split
 from trainer.evaluate.acceptance import DraftShape, answers, drafts
 from trainer.evaluate.simulate import Evaluation, NgramFloor, evaluate_packs, floor, split_packs
 from trainer.settings import config_class, derived, load_config
+from trainer.train.checkpoint import read_state
 from trainer.train.log import Curves, read_curves, step_seconds
-from trainer.train.run_folder import CONFIG, RunFacts, RunInfo, drafter_name, load_drafter, read_facts, run_snapshot
+from trainer.train.run_folder import CONFIG, RunFacts, RunInfo, drafter_name, load_drafter, read_facts
 
 _WAITING = 0.1
 _SPIKES = 0.01
@@ -363,16 +364,19 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def accepted_lengths(logs: Mapping[str, Curves]) -> tuple[int | None, dict[str, float]]:
-    """The last step at which all runs that validated an accepted length did, and what each had there; None and the last
-    of each where there is no such step. The greatest of each would favour who validates most often."""
+    """The last step at which all runs that validated an accepted length did over the same text, and what each had
+    there; None and the last of each where there is no such step. The greatest of each would favour who validates most
+    often."""
     of_runs = {
-        name: by_step
+        name: {one["step"]: one for one in rows}
         for name, curves in logs.items()
-        if (by_step := {one["step"]: v for one in curves.validations if (v := one["accepted_length"]) is not None})
+        if (rows := [one for one in curves.validations if one["accepted_length"] is not None])
     }
-    shared = set.intersection(*(set(by_step) for by_step in of_runs.values())) if of_runs else set()
-    step = max(shared, default=None)
-    return step, {name: by_step[max(by_step) if step is None else step] for name, by_step in of_runs.items()}
+    texts = [{(step, one.get("text")) for step, one in by_step.items()} for by_step in of_runs.values()]
+    step = max((step for step, _ in set.intersection(*texts)), default=None) if texts else None
+    return step, {
+        name: by_step[max(by_step) if step is None else step]["accepted_length"] for name, by_step in of_runs.items()
+    }
 
 
 def _result(
@@ -394,12 +398,11 @@ def _result(
         page.lines("Accepted length in validation", curves, "step", "tokens"),
     )
     verdicts = []
-    snapshots = {run_snapshot(info.run).commits for info in runs}
-    if len(snapshots) > 1:
-        text = "they were trained on different samples, and validated on different text: lengths do not compare"
-        verdicts.append(Verdict("look", f"{text}; hiddenstore eval RUN STORE on one store does"))
+    if len({read_state(info.checkpoint).cursor["snapshot"] for info in runs}) > 1:
+        verdicts.append(Verdict("look", "they were trained on different samples"))
     if len(lengths) > 1 and step is None:
-        verdicts.append(Verdict("unknown", "they were validated at no step in common: lengths do not compare"))
+        text = "they were validated at no step over the same text: lengths do not compare"
+        verdicts.append(Verdict("unknown", f"{text}; hiddenstore eval RUN STORE of each on one store does"))
     elif len(lengths) > 1:
         first, second = sorted(lengths, key=lambda name: -lengths[name])[:2]
         ahead = f"{lengths[first] - lengths[second]:.3f} tokens per target forward"
