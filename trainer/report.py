@@ -27,7 +27,7 @@ from hiddenstore.targets.load import pick_device
 from schemas.manifest import Split
 from trainer.evaluate.acceptance import DraftShape, answers, drafts
 from trainer.evaluate.simulate import Evaluation, NgramFloor, evaluate_packs, floor, split_packs
-from trainer.settings import config_class, derived, load_config
+from trainer.settings import config_class, derived, derived_lr, load_config
 from trainer.train.checkpoint import read_state
 from trainer.train.log import Curves, read_curves, step_seconds
 from trainer.train.run_folder import CONFIG, RunFacts, RunInfo, drafter_name, load_drafter, read_facts
@@ -268,7 +268,7 @@ def flat(config: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _settings(store: Store | None, config: Mapping[str, Mapping[str, Any]]) -> Section:
-    usual = {} if store is None else _usual(store, config["drafter"]["name"])
+    usual = {} if store is None else _usual(store, config)
     values = flat(config)
     changed = {key: value for key, value in values.items() if key in usual and usual[key] != value}
     body = []
@@ -280,12 +280,16 @@ def _settings(store: Store | None, config: Mapping[str, Mapping[str, Any]]) -> S
     return Section("Settings", join(body), healthy, command=("train", "STORE", "--settings"), wide=True)
 
 
-def _usual(store: Store, drafter: str) -> dict[str, str]:
-    """What a store suggests; only what follows from it where a setting, as a mask token, has no default at all."""
+def _usual(store: Store, config: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """What a store suggests, the rate for the optimizer and the steps of the run; only what follows from it where a
+    setting, as a mask token, has no default at all."""
+    drafter = config["drafter"]["name"]
     try:
-        return flat(load_config(store, drafter).model_dump(mode="json"))
+        usual = load_config(store, drafter).model_dump(mode="json")
     except ConfigError:
-        return flat(derived(store, drafter))
+        usual = derived(store, drafter)
+    usual["optim"]["lr"] = derived_lr(store, config_class(drafter).model_validate(config))
+    return flat(usual)
 
 
 def _drafted(measured: Measured, store: Store, samples: int) -> Section:

@@ -86,6 +86,19 @@ def test_settings_that_differ_from_the_stores_own_are_listed(runs: tuple[str, st
     assert "optim.kind" in section.body
 
 
+def test_a_rate_that_follows_from_the_steps_of_the_run_is_none_that_was_set(tmp_path: Path) -> None:
+    store = tiny_store(tmp_path)
+
+    def changed(*words: str) -> str:
+        config = load_config(store, words=["train.max_steps=600", *words])
+        return _settings(store, config.model_dump(mode="json")).body.split("<details>")[0]
+
+    assert "train.max_steps" in changed()
+    assert "optim.lr" not in changed()
+    assert "optim.lr" not in changed("optim.kind=adamw")
+    assert "optim.lr" in changed("optim.lr=1e-3")
+
+
 def test_a_setting_that_no_store_suggests_does_not_stop_the_page(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     with pytest.raises(ConfigError):
