@@ -118,6 +118,10 @@ def _line(name: str, rows: Sequence[dict[str, Any]], value: Callable[[Any], floa
     return Series(name, [row["step"] for row in rows], [value(row) for row in rows], dots)
 
 
+def _length_line(name: str, curves: Curves) -> Series:
+    return _line(name, curves.validations, lambda one: _number(one["accepted_length"]), dots=True)
+
+
 def _mean_loss(step: dict[str, Any]) -> float:
     # A depth that teaches nothing in a step has none, which is written as 0.
     losses = [loss for loss in step["losses"] if loss]
@@ -143,6 +147,7 @@ def _curves(curves: Curves, step: int) -> Section:
     accuracy = by_depth(validations, "acc", "depth", dots=True)
     body = page.beside(
         page.lines("Loss, mean over depths", loss, "step", "loss"),
+        page.lines("Accepted length in validation", [_length_line("drafter", curves)], "step", "tokens"),
         page.lines("Accuracy in training, by depth", by_depth(steps, "acc", "depth"), "step", "share", zero=True),
         page.lines("Loss in training, by depth", by_depth(steps, "losses", "depth"), "step", "loss"),
         page.lines("Accuracy in validation, by depth", accuracy, "step", "share", zero=True),
@@ -392,10 +397,7 @@ def _result(
         for place, name in enumerate(logs)
         for length in [lengths.get(name, math.nan)]
     ]
-    curves = [
-        _line(name, log.validations, lambda one: _number(one["accepted_length"]), dots=True)
-        for name, log in logs.items()
-    ]
+    curves = [_length_line(name, log) for name, log in logs.items()]
     where = "the last of each" if step is None else f"at step {count(step)}"
     body = page.beside(
         tag("div", page.bars(f"Accepted length in validation, {where}", bars), _cost(logs)),

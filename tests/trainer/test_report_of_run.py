@@ -176,6 +176,14 @@ def test_runs_compare_where_they_validated_the_same_samples_in_whatever_order_or
     assert not figures.keys() & {"longest accepted at step 2", "by"}
 
 
+def test_the_page_of_a_run_has_the_accepted_lengths_of_its_validations_by_step(runs: tuple[str, str]) -> None:
+    html = run_page(describe(runs[1]), None, None).sections[0].body
+    figure = html.partition("Accepted length in validation")[2].partition("</figure>")[0]
+    lengths = [one["accepted_length"] for one in read_curves(Path(runs[1])).validations]
+    assert len(lengths) == 2
+    assert [f"{length:.4g}" in figure for length in lengths] == [True, True]
+
+
 def test_accepted_lengths_are_compared_at_the_last_step_that_all_runs_validated() -> None:
     def curves(lengths: dict[int, float | None]) -> Curves:
         return Curves(validations=[{"step": step, "accepted_length": length} for step, length in lengths.items()])

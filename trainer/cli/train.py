@@ -90,7 +90,7 @@ class _Train(click.Command):
 def train(store: str, words: tuple[str, ...], run: str | None, settings: bool, **options: Any) -> None:
     """Train a drafter from a store; the target is not needed.
 
-    --target is for --drafter mtp: the layer as it was before training is RUN/start, a run to evaluate and compare with.
+    --target is for --drafter mtp: the layer as it was before training is RUN/start, a run for eval, decode and export.
 
     --resume-from leaves the run of CHECKPOINT as it is: RUN becomes a copy that stands where CHECKPOINT stood, weights,
     optimizer and place in the data, and goes on exactly; train.* words may change.
