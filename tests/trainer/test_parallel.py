@@ -118,6 +118,7 @@ def test_validation_over_two_ranks_counts_what_one_process_counts(runs: Runs, wa
     (one,), (two,) = (runs.records(name, "validation") for name in ("one", way))
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
     assert two["accepted_length"] == pytest.approx(one["accepted_length"], rel=1e-2)
+    assert two["text"] == one["text"]
 
 
 def test_one_process_alone_has_nothing_to_shard() -> None:
