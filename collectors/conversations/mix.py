@@ -34,8 +34,9 @@ def open_sources(inputs: Sequence[str]) -> list[Source]:
 
 
 def open_each(inputs: Sequence[str], dataset_root: str | Path | None = None) -> list[list[Source]]:
-    """The sources of every input in a list of its own; labels tell all files of all inputs apart. Raises NotFoundError,
-    ConfigError: as the readers, and ``input-empty``."""
+    """The sources of every input in a list of its own; labels tell all files of all inputs apart. A file of a
+    folder may hold no row. Raises NotFoundError, ConfigError: as the readers, and ``input-empty``: nothing of an input
+    holds a row."""
     opened: list[list[Source | Path]] = []
     folders: dict[Path, Path] = {}
     slices: list[slice | None] = []
@@ -54,10 +55,17 @@ def open_each(inputs: Sequence[str], dataset_root: str | Path | None = None) -> 
         else:
             opened.append([path if path.is_file() else open_dataset(text)])
     labels = _labels([item for items in opened for item in items if isinstance(item, Path)], folders)
-    sources = [
-        [open_file(item, labels[item]) if isinstance(item, Path) else item for item in items] for items in opened
-    ]
-    return [items if cut is None else [rows_within(items[0], cut)] for items, cut in zip(sources, slices, strict=True)]
+    sources: list[list[Source]] = []
+    for text, items, cut in zip(inputs, opened, slices, strict=True):
+        of_input = [open_file(item, labels[item]) if isinstance(item, Path) else item for item in items]
+        sources.append(of_input if cut is None else [rows_within(of_input[0], cut)])
+        if not any(map(_has_row, sources[-1])):
+            raise ConfigError(f"{text} holds no row", kind=Kind.INPUT_EMPTY)
+    return sources
+
+
+def _has_row(source: Source) -> bool:
+    return next(source.rows(), None) is not None if source.count is None else source.count > 0
 
 
 def _sliced(text: str) -> tuple[Path, slice | None]:
@@ -279,15 +287,8 @@ def _whole(shares: Sequence[float], rows: int) -> list[float]:
     return whole
 
 
-def no_row(source: Source) -> ConfigError:
-    return ConfigError(f"{source.label} holds no row", kind=Kind.INPUT_EMPTY)
-
-
 def _count(source: Source) -> int:
-    count = source.count if source.count is not None else sum(1 for _ in source.rows())
-    if not count:
-        raise no_row(source)
-    return count
+    return source.count if source.count is not None else sum(1 for _ in source.rows())
 
 
 def _sampled(source: Source, entry: MixSource, available: int, rows: int, seed: int) -> MixedSource:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from jinja2 import TemplateSyntaxError
 
 from collectors.conversations.datasets import find_dataset
-from collectors.conversations.mix import Mix, MixedSource, no_row, open_inputs
+from collectors.conversations.mix import Mix, MixedSource, open_inputs
 from collectors.targets.images import open_images
 from collectors.tokenize.batches import FACTS, SampleBatch, SampleRules, batches_of, ordered_batches
 from collectors.tokenize.template import NOT_STABLE, ChatTemplate, RewrittenError, read_template
@@ -244,8 +244,6 @@ def _rows(sources: Sequence[MixedSource], read: list[int]) -> Iterator[Row]:
         for row in mixed.source.rows():
             read[-1] += 1
             yield row
-        if not read[-1] and not mixed.available:
-            raise no_row(mixed.source)
 
 
 def _checked(batches: Iterator[SampleBatch], folder: TargetFolder, template: ChatTemplate) -> Iterator[SampleBatch]:
