@@ -46,7 +46,7 @@ def open_file(path: Path, label: str, columns: ColumnFilter = conversation_colum
         raise StorageError(f"{path}: {error.strerror}", kind=Kind.IO_ERROR) from error
     if magic == b"PAR1":
         return _open_parquet(path, label, columns)
-    name, first = path.name.removesuffix(".gz"), _first_line(path)
+    name, first = path.name.lower().removesuffix(".gz"), _first_line(path)
     if not first:
         return Source(label, size, lambda: iter(()), 0)
     if not name.endswith((*LINES, ".json")) and not first.startswith((b"{", b"[")):

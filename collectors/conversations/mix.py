@@ -19,12 +19,18 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from collectors.conversations.datasets import DATASET, find_dataset, open_named
 from collectors.conversations.files import SUFFIXES, open_file, rows_within
 from collectors.conversations.hub import is_saved_dataset, open_dataset
+from hiddenstore.console.output import output
+from hiddenstore.console.text import plural
 from hiddenstore.conversation import Row, Source
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.fs.publish import tree_files
 from hiddenstore.settings import load
 
 _FILE_SLICE = re.compile(r"(?P<path>[^\[\]]+?)(?::train)?:?\[(?P<first>\d*):(?P<last>\d*)\]")
+# What ``datasets`` writes about a data set, and passes over among its files (its data_files.py).
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
+# Of published folders and of those that jobs write: cards, licences, marks, and images that rows name.
+_BESIDE_ROWS = re.compile(r"_[^.]*|licen[cs]e.*|.*\.(md|png|jpe?g|gif|webp|bmp)")
 _MIXES = Path(__file__).with_name("mixes")
 
 
@@ -78,17 +84,24 @@ def _sliced(text: str) -> tuple[Path, slice | None]:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    files = [
-        path
-        for path in sorted(tree_files(folder))
-        if path.name.removesuffix(".gz").endswith(SUFFIXES)
-        and not any(name.startswith(".") for name in path.relative_to(folder).parts)
-    ]
+    """Its conversation files; which others may hold rows is said, since each is lost to whoever thinks it read."""
+    files: list[Path] = []
+    others: list[Path] = []
+    for path in sorted(tree_files(folder)):
+        name = path.name.lower()
+        if name in _DESCRIPTIONS or any(part.startswith(".") for part in path.relative_to(folder).parts):
+            continue
+        if name.removesuffix(".gz").endswith(SUFFIXES):
+            files.append(path)
+        elif not _BESIDE_ROWS.fullmatch(name):
+            others.append(path)
+    kinds = f"{', '.join(SUFFIXES)}, with or without .gz"
     if not files:
-        raise ConfigError(
-            f"{folder} holds no conversation file (looked for {', '.join(SUFFIXES)}, with or without .gz)",
-            kind=Kind.INPUT_EMPTY,
-        )
+        raise ConfigError(f"{folder} holds no conversation file (looked for {kinds})", kind=Kind.INPUT_EMPTY)
+    if others:
+        first = {path.suffix: str(path.relative_to(folder)) for path in reversed(others)}
+        names = ", ".join(sorted(first.values())[:5])
+        output().warn(f"{folder}: {plural(len(others), 'file')} left out, such as {names} (rows are read of {kinds})")
     return files
 
 

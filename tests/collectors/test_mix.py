@@ -1,5 +1,6 @@
 """Mixes and prompts: caps, weights, seeds, counts per source; prompts, variants and what is left out."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,32 @@ def test_an_input_without_a_row_is_named_before_anything_is_read(files: Path, na
     with pytest.raises(ConfigError) as caught:
         prepare(inputs, files / "data", str(files / "no target"), PrepareOptions(workers=1))
     assert (caught.value.kind, caught.value.message) == ("input-empty", f"{inputs[1]} holds no row")
+
+
+def test_files_of_a_folder_that_no_reader_takes_are_counted_and_named_by_kind(
+    files: Path, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = files / "mixed"
+    (folder / "images").mkdir(parents=True)
+    for number, name in enumerate(("a.jsonl", "b.JSONL", "c.Json")):
+        write_rows(folder / name, [{"messages": chat(f"{number} asks {i}", "answer")} for i in range(5)])
+    (folder / "d.JSON.GZ").write_bytes(gzip.compress(json.dumps([{"messages": chat("zip asks", "answer")}]).encode()))
+    for name in ("README.md", "LICENSE", "_SUCCESS", ".gitattributes", "images/1.PNG"):
+        (folder / name).write_text("no rows")
+    (folder / "dataset_infos.json").write_text(json.dumps({"default": {"features": {}}}, indent=1))
+    # Ten samples and more, of which the usual share holds none out: they are split twice and still said once.
+    prepare([str(folder)], files / "data", target, PrepareOptions(workers=1, validation=None))
+    assert "warning" not in capsys.readouterr().err
+    for name in ("e.txt", "f.jsonl.zst", "g.csv", "h.csv", "x.arrow"):
+        (folder / name).write_text("rows, perhaps")
+    info = prepare([str(folder)], files / "again", target, PrepareOptions(workers=1, validation=None))
+    assert [(one.source, one.rows) for one in info.sources] == [
+        *((f"mixed/{name}", 5) for name in ("a.jsonl", "b.JSONL", "c.Json")),
+        ("mixed/d.JSON.GZ", 1),
+    ]
+    assert info.validation_samples
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
+    assert f"{folder}: 5 files left out, such as e.txt, f.jsonl.zst, g.csv, x.arrow (" in said
 
 
 def test_slices_of_one_file_and_the_files_of_one_dataset_are_counted_for_what_they_are(
