@@ -89,7 +89,7 @@ def _files_below(folder: Path) -> list[Path]:
     others: list[Path] = []
     for path in sorted(tree_files(folder)):
         name = path.name.lower()
-        if name in _DESCRIPTIONS or any(part.startswith(".") for part in path.relative_to(folder).parts):
+        if name in _DESCRIPTIONS or any(step.startswith(".") for step in path.relative_to(folder).parts):
             continue
         if name.removesuffix(".gz").endswith(SUFFIXES):
             files.append(path)
