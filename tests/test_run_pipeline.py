@@ -405,6 +405,28 @@ def test_changed_inputs_and_settings_files_are_noticed(
     assert message.endswith("[stage-changed]")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f"chats 10:00.jsonl{part}" for part in ("", "[:2]", ":[:2]", ":train[:2]")),
+        *(f"saved{part}" for part in ("", ":train", ":test[:50%]", ":train+test", "[config]:train[:2]")),
+    ],
+)
+def test_a_file_is_an_input_however_its_rows_are_chosen(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = [tmp_path / name for name in ("chats 10:00.jsonl", "saved/data.arrow", "dataset/notes.txt")]
+    digests = []
+    for content in ("old", "new"):
+        for file in files:
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(content)
+        digests.append([pipeline._digest_of_files([one]) for one in (text, "dataset:gsm8k", "org/name[main]:train")])
+    assert digests[0][0] != digests[1][0]
+    assert digests[0][1:] == digests[1][1:]
+
+
 @pytest.mark.parametrize("stage", ["prepare", "medusa.export"])
 def test_a_product_that_a_kill_left_without_its_record_is_taken_as_it_is(
     finished: Path, stage: str, capsys: pytest.CaptureFixture[str]

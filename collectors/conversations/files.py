@@ -36,19 +36,19 @@ _TOO_LARGE = f"a row may have {MAX_ROW_BYTES >> 20} MiB"
 
 
 def open_file(path: Path, label: str, columns: ColumnFilter = conversation_columns) -> Source:
-    """The source behind one file; ``columns`` says which of a table to read. Raises ConfigError, StorageError:
-    ``input-empty``, ``input-unreadable``; and what ``columns`` raises."""
+    """The source behind one file, whose ``count`` is 0 where it is blank; ``columns`` says which of a table to read.
+    Raises ConfigError, StorageError: ``input-unreadable``, ``io-error``; and what ``columns`` raises."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             magic = file.read(4)
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror}", kind=Kind.IO_ERROR) from error
-    if size == 0:
-        raise ConfigError(f"{path} is empty", kind=Kind.INPUT_EMPTY)
     if magic == b"PAR1":
         return _open_parquet(path, label, columns)
-    name, first = path.name.removesuffix(".gz"), _first_line(path)
+    name, first = path.name.lower().removesuffix(".gz"), _first_line(path)
+    if not first:
+        return Source(label, size, lambda: iter(()), 0)
     if not name.endswith((*LINES, ".json")) and not first.startswith((b"{", b"[")):
         raise ConfigError(
             f"{path} is neither JSON nor parquet (expected {', '.join(SUFFIXES)}, with or without .gz)",
@@ -194,9 +194,8 @@ def _open_parquet(path: Path, label: str, columns: ColumnFilter) -> Source:
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise_refusal(error, path)
         raise _unreadable(path, error) from error
-    if rows == 0:
-        raise ConfigError(f"{path} is empty", kind=Kind.INPUT_EMPTY)
-    return Source(label, path.stat().st_size, partial(_parquet_rows, path, label, columns(names, str(path))), rows)
+    columns_read = columns(names, str(path)) if rows else []
+    return Source(label, path.stat().st_size, partial(_parquet_rows, path, label, columns_read), rows)
 
 
 def _parquet_rows(path: Path, label: str, columns: list[str]) -> Iterator[Row]:

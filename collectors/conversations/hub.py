@@ -63,15 +63,24 @@ def is_saved_dataset(folder: Path) -> bool:
 
 def open_dataset(text: str) -> Source:
     """The split that ``text`` names; it is downloaded (into the cache of ``datasets``) where it is not local yet.
-    Raises NotFoundError: ``path-missing``, neither a path nor a dataset; ConfigError: ``dataset-spec``,
-    rows of a file too, ``dataset-split`` or ``input-unreadable``; StorageError: ``dataset-unreachable``."""
-    split = HubSplit.parse(text)
+    Raises NotFoundError: ``path-missing``, neither a path nor a dataset; ConfigError: ``dataset-spec``, rows of a file
+    or a config of a saved folder too, ``dataset-split`` or ``input-unreadable``; StorageError:
+    ``dataset-unreachable``."""
+    split = HubSplit(text) if Path(text).is_dir() else HubSplit.parse(text)
     name = split.name if split else text
+    hint = f"hiddenstore prepare {quote(f'{name}:train[:1000]')} -o DATA --target T"
     if Path(name).is_file():
         raise ConfigError(
             f"{text} chooses no rows of a file: expected {name}, or {name}:train[FIRST:LAST] with rows counted from 0",
             kind=Kind.DATASET_SPEC,
-            hint=f"hiddenstore prepare {quote(f'{name}:train[:1000]')} -o DATA --target T",
+            hint=hint,
+        )
+    if split is not None and split.config is not None and is_saved_dataset(Path(name)):
+        raise ConfigError(
+            f"{text}: a folder saved by datasets has no config {split.config!r}: expected {name}, {name}:SPLIT or "
+            f"{name}:SPLIT[FIRST:LAST] with rows counted from 0",
+            kind=Kind.DATASET_SPEC,
+            hint=hint,
         )
     if _LOOKS_LIKE_A_FILE.search(name) and not Path(name).exists():
         raise NotFoundError(f"{name} does not exist", kind=Kind.PATH_MISSING)

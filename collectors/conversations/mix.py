@@ -19,12 +19,18 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from collectors.conversations.datasets import DATASET, find_dataset, open_named
 from collectors.conversations.files import SUFFIXES, open_file, rows_within
 from collectors.conversations.hub import is_saved_dataset, open_dataset
+from hiddenstore.console.output import output
+from hiddenstore.console.text import plural
 from hiddenstore.conversation import Row, Source
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.fs.publish import tree_files
 from hiddenstore.settings import load
 
 _FILE_SLICE = re.compile(r"(?P<path>[^\[\]]+?)(?::train)?:?\[(?P<first>\d*):(?P<last>\d*)\]")
+# What ``datasets`` writes about a data set, and passes over among its files (its data_files.py).
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
+# Of published folders and of those that jobs write: cards, licences, marks, and images that rows name.
+_BESIDE_ROWS = re.compile(r"_[^.]*|licen[cs]e.*|.*\.(md|png|jpe?g|gif|webp|bmp)")
 _MIXES = Path(__file__).with_name("mixes")
 
 
@@ -34,8 +40,9 @@ def open_sources(inputs: Sequence[str]) -> list[Source]:
 
 
 def open_each(inputs: Sequence[str], dataset_root: str | Path | None = None) -> list[list[Source]]:
-    """The sources of every input in a list of its own; labels tell all files of all inputs apart. Raises NotFoundError,
-    ConfigError: as the readers, and ``input-empty``."""
+    """The sources of every input in a list of its own; labels tell all files of all inputs apart. A file of a
+    folder may hold no row. Raises NotFoundError, ConfigError: as the readers, and ``input-empty``: nothing of an input
+    holds a row."""
     opened: list[list[Source | Path]] = []
     folders: dict[Path, Path] = {}
     slices: list[slice | None] = []
@@ -54,10 +61,17 @@ def open_each(inputs: Sequence[str], dataset_root: str | Path | None = None) -> 
         else:
             opened.append([path if path.is_file() else open_dataset(text)])
     labels = _labels([item for items in opened for item in items if isinstance(item, Path)], folders)
-    sources = [
-        [open_file(item, labels[item]) if isinstance(item, Path) else item for item in items] for items in opened
-    ]
-    return [items if cut is None else [rows_within(items[0], cut)] for items, cut in zip(sources, slices, strict=True)]
+    sources: list[list[Source]] = []
+    for text, items, cut in zip(inputs, opened, slices, strict=True):
+        of_input = [open_file(item, labels[item]) if isinstance(item, Path) else item for item in items]
+        sources.append(of_input if cut is None else [rows_within(of_input[0], cut)])
+        if not any(map(_has_row, sources[-1])):
+            raise ConfigError(f"{text} holds no row", kind=Kind.INPUT_EMPTY)
+    return sources
+
+
+def _has_row(source: Source) -> bool:
+    return next(source.rows(), None) is not None if source.count is None else source.count > 0
 
 
 def _sliced(text: str) -> tuple[Path, slice | None]:
@@ -70,17 +84,24 @@ def _sliced(text: str) -> tuple[Path, slice | None]:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    files = [
-        path
-        for path in sorted(tree_files(folder))
-        if path.name.removesuffix(".gz").endswith(SUFFIXES)
-        and not any(name.startswith(".") for name in path.relative_to(folder).parts)
-    ]
+    """Its conversation files; which others may hold rows is said, since each is lost to whoever thinks it read."""
+    files: list[Path] = []
+    others: list[Path] = []
+    for path in sorted(tree_files(folder)):
+        name = path.name.lower()
+        if name in _DESCRIPTIONS or any(step.startswith(".") for step in path.relative_to(folder).parts):
+            continue
+        if name.removesuffix(".gz").endswith(SUFFIXES):
+            files.append(path)
+        elif not _BESIDE_ROWS.fullmatch(name):
+            others.append(path)
+    kinds = f"{', '.join(SUFFIXES)}, with or without .gz"
     if not files:
-        raise ConfigError(
-            f"{folder} holds no conversation file (looked for {', '.join(SUFFIXES)}, with or without .gz)",
-            kind=Kind.INPUT_EMPTY,
-        )
+        raise ConfigError(f"{folder} holds no conversation file (looked for {kinds})", kind=Kind.INPUT_EMPTY)
+    if others:
+        first = {path.suffix: str(path.relative_to(folder)) for path in reversed(others)}
+        names = ", ".join(sorted(first.values())[:5])
+        output().warn(f"{folder}: {plural(len(others), 'file')} left out, such as {names} (rows are read of {kinds})")
     return files
 
 
@@ -279,15 +300,8 @@ def _whole(shares: Sequence[float], rows: int) -> list[float]:
     return whole
 
 
-def no_row(source: Source) -> ConfigError:
-    return ConfigError(f"{source.label} holds no row", kind=Kind.INPUT_EMPTY)
-
-
 def _count(source: Source) -> int:
-    count = source.count if source.count is not None else sum(1 for _ in source.rows())
-    if not count:
-        raise no_row(source)
-    return count
+    return source.count if source.count is not None else sum(1 for _ in source.rows())
 
 
 def _sampled(source: Source, entry: MixSource, available: int, rows: int, seed: int) -> MixedSource:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from jinja2 import TemplateSyntaxError
 
 from collectors.conversations.datasets import find_dataset
-from collectors.conversations.mix import Mix, MixedSource, no_row, open_inputs
+from collectors.conversations.mix import Mix, MixedSource, open_inputs
 from collectors.targets.images import open_images
 from collectors.tokenize.batches import FACTS, SampleBatch, SampleRules, batches_of, ordered_batches
 from collectors.tokenize.template import NOT_STABLE, ChatTemplate, RewrittenError, read_template
@@ -147,12 +147,17 @@ def prepare(
         StorageError: the disk refused or a worker died.
     """
     options = options or PrepareOptions()
+    if not is_address(out):
+        refuse_existing_data(Path(out))
+    mixed = open_inputs(inputs, options.dataset_root)
+    _refuse_prompts(mixed, options.loss_on)
+    seed = inputs.seed if isinstance(inputs, Mix) else None
     try:
-        return _prepare(inputs, out, target, options, stopping)
+        return _prepare(mixed, seed, out, target, options, stopping)
     except _NoneHeldOut as few:
         share = few.share
     output().note(f"{USUAL_SHARE:.0%} of so few samples holds none out: {share:.3g} of them instead")
-    return _prepare(inputs, out, target, replace(options, validation=share), stopping)
+    return _prepare(mixed, seed, out, target, replace(options, validation=share), stopping)
 
 
 class _NoneHeldOut(Exception):  # noqa: N818 - no error: the samples are few, and are split again
@@ -162,13 +167,14 @@ class _NoneHeldOut(Exception):  # noqa: N818 - no error: the samples are few, an
 
 
 def _prepare(
-    inputs: Sequence[str] | Mix, out: str | Path, target: str, options: PrepareOptions, stopping: Callable[[], bool]
+    mixed: Sequence[MixedSource],
+    seed: int | None,
+    out: str | Path,
+    target: str,
+    options: PrepareOptions,
+    stopping: Callable[[], bool],
 ) -> PreparedData:
     """Raises _NoneHeldOut: the usual share holds none of the samples out; nothing is written."""
-    if not is_address(out):
-        refuse_existing_data(Path(out))
-    mixed = open_inputs(inputs, options.dataset_root)
-    _refuse_prompts(mixed, options.loss_on)
     folder = open_target(target, options.revision, trust_remote_code=options.trust_remote_code)
     text = read_template(options.template)
     template = ChatTemplate(folder.tokenizer, options.loss_on, text, options.think_loss, folder.end_ids)
@@ -210,7 +216,7 @@ def _prepare(
             words_lost=tally.totals["words_lost"] or None,
             ends_unlearned=tally.totals["end_unlearned"] or None,
             sources=tally.source_counts(mixed),
-            mix_seed=inputs.seed if isinstance(inputs, Mix) else None,
+            mix_seed=seed,
             **tally.members(),
         )
         write_document(fs, DATA_JSON, seal(document))
@@ -244,8 +250,6 @@ def _rows(sources: Sequence[MixedSource], read: list[int]) -> Iterator[Row]:
         for row in mixed.source.rows():
             read[-1] += 1
             yield row
-        if not read[-1] and not mixed.available:
-            raise no_row(mixed.source)
 
 
 def _checked(batches: Iterator[SampleBatch], folder: TargetFolder, template: ChatTemplate) -> Iterator[SampleBatch]:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -411,13 +412,21 @@ def _finished_before(fs: LocalFilesystem, stage: Stage, built_on: str) -> DoneSt
 def _digest_of_files(paths: Sequence[str]) -> str:
     """sha256 over the local files among ``paths``, whole ones where rows of them are named; hub ids are their names."""
     digest = hashlib.sha256("".join(path for path in paths if "[" in path).encode())
-    for path in (Path(path.partition(":train[")[0]) for path in paths):
+    for path in map(_without_rows, paths):
         for file in sorted(tree_files(path)) if path.is_dir() else [path]:
             digest.update(str(file).encode())
             if file.is_file():
                 with file.open("rb") as handle:
                     digest.update(hashlib.file_digest(handle, "sha256").digest())
     return digest.hexdigest()
+
+
+def _without_rows(text: str) -> Path:
+    """The file or folder of an input that may choose a config, a split or rows of it (``chats.jsonl[:9]``,
+    ``saved:test``); other inputs as they are."""
+    ends = [] if text.startswith("dataset:") else [match.start() for match in re.finditer(r"[\[:]|\Z", text)]
+    names = (text[:end] for end in reversed(ends))
+    return Path(next(filter(os.path.exists, names), text.partition(":train[")[0]))
 
 
 def _named_files(stage: Stage, out: Path, others: Sequence[str]) -> list[str]:

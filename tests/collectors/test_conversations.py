@@ -523,7 +523,9 @@ def test_some_rows_of_a_local_file_are_read_at_their_places(tmp_path: Path, name
     assert questions(f"{file}:train[2:4]") == ["question 2", "question 3"]
     assert questions(f"{file}[4:]") == ["question 4", "question 5"]
     assert questions(f"{file}:train[:1]") == ["question 0"]
-    assert questions(f"{file}:[7:]") == []
+    with pytest.raises(ConfigError, match=r"\[6:\] holds no row") as caught:
+        open_sources([f"{file}:[6:]"])
+    assert caught.value.kind == "input-empty"
     if name.endswith(".jsonl"):
         assert [one.location for one in read_conversations([f"{file}:train[2:4]"])] == [f"{name}:3", f"{name}:4"]
 

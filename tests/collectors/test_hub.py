@@ -136,6 +136,29 @@ def test_an_empty_cut_of_a_split_is_refused(tmp_path: Path) -> None:
         open_named(f"{DATASET}:train[5:]", tmp_path)
 
 
+def saved(folder: Path, count: int) -> Path:
+    import datasets
+
+    rows = [{"prompt": f"question {number}", "completion": "x"} for number in range(count)]
+    table = datasets.Dataset.from_list(rows)
+    datasets.DatasetDict(train=table, test=table).save_to_disk(folder)
+    return folder
+
+
+@pytest.mark.parametrize("part", ["[2:4]", "[test]", "[test]:train[2:4]"])
+def test_a_saved_folder_has_no_config_and_says_how_its_rows_are_chosen(tmp_path: Path, part: str) -> None:
+    folder = saved(tmp_path / "saved", 10)
+    with pytest.raises(ConfigError, match=r"has no config") as caught:
+        open_dataset(f"{folder}{part}")
+    assert (caught.value.kind, f"{folder}:train[:1000]" in str(caught.value.hint)) == ("dataset-spec", True)
+    assert questions(open_dataset(f"{folder}:test[2:4]")) == ["question 2", "question 3"]
+
+
+def test_a_saved_folder_is_read_whatever_its_name_has(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "run [2] of 2026-11-29T10:00", 2)
+    assert questions(open_dataset(str(folder))) == ["question 0", "question 1"]
+
+
 def test_what_was_fetched_once_is_read_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
     import huggingface_hub.constants

@@ -1,9 +1,12 @@
 """Mixes and prompts: caps, weights, seeds, counts per source; prompts, variants and what is left out."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from tiny_templates import chat, tiny_target, write_rows
@@ -123,9 +126,76 @@ def test_files_whose_share_of_a_mix_is_less_than_a_row_are_shown_with_none(
 def test_a_source_of_a_mix_without_a_row_is_named(files: Path) -> None:
     (files / "blank.jsonl").write_text("\n\n")
     sources = [{"file": name, "weight": 1} for name in ("a/chats.jsonl", "blank.jsonl")]
-    with pytest.raises(ConfigError, match=r"^blank\.jsonl holds no row") as caught:
+    with pytest.raises(ConfigError, match=r"blank\.jsonl holds no row") as caught:
         open_inputs(read_mix(mix_file(files, sources=sources)))
     assert caught.value.kind == "input-empty"
+
+
+EMPTY = {"b.jsonl": "", "c.jsonl": "\n \n", "d.json": "[]", "e.json": "\ufeff", "f.json": " [\n]\n"}
+
+
+def without_rows(folder: Path) -> Path:
+    """A folder of files that hold nothing, as jobs leave them for partitions without rows."""
+    folder.mkdir()
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), folder / "part-00001.parquet")
+    for name, content in EMPTY.items():
+        (folder / name).write_text(content)
+    return folder
+
+
+def test_files_of_a_folder_without_a_row_are_shown_with_none(files: Path, target: str) -> None:
+    folder = without_rows(files / "parts")
+    write_rows(folder / "a.jsonl", [{"messages": chat(f"part asks {number}", "answer")} for number in range(3)])
+    info = prepare([str(folder)], files / "data", target, PrepareOptions(workers=1))
+    assert [(source.source, source.rows, source.samples) for source in info.sources] == [
+        ("parts/a.jsonl", 3, 3),
+        *((f"parts/{name}", 0, 0) for name in (*EMPTY, "part-00001.parquet")),
+    ]
+    empty = [[]] * (len(EMPTY) + 1)
+    capped = taken(mix_file(files, sources=[{"file": "parts", "cap": 2}]))
+    assert (len(capped[0]), capped[1:]) == (2, empty)
+    weights = [{"file": name, "weight": 1} for name in ("parts", "b")]
+    weighted = taken(mix_file(files, sources=weights))
+    assert ([len(rows) for rows in (weighted[0], weighted[-1])], weighted[1:-1]) == ([3, 3], empty)
+    report = write_prompts([str(folder)], files / "p.jsonl")
+    assert [source["rows"] for source in report.sources] == [3, *(0 for _ in empty)]
+
+
+@pytest.mark.parametrize("name", ["", *EMPTY, "part-00001.parquet", "a.jsonl:train[3:]"])
+def test_an_input_without_a_row_is_named_before_anything_is_read(files: Path, name: str) -> None:
+    folder = without_rows(files / "parts")
+    if "[" in name:
+        write_rows(folder / "a.jsonl", [{"messages": chat("part asks", "answer")}] * 3)
+    inputs = [str(files / "a" / "chats.jsonl"), str(folder / name)]
+    with pytest.raises(ConfigError) as caught:
+        prepare(inputs, files / "data", str(files / "no target"), PrepareOptions(workers=1))
+    assert (caught.value.kind, caught.value.message) == ("input-empty", f"{inputs[1]} holds no row")
+
+
+def test_files_of_a_folder_that_no_reader_takes_are_counted_and_named_by_kind(
+    files: Path, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = files / "mixed"
+    (folder / "images").mkdir(parents=True)
+    for number, name in enumerate(("a.jsonl", "b.JSONL", "c.Json")):
+        write_rows(folder / name, [{"messages": chat(f"{number} asks {i}", "answer")} for i in range(5)])
+    (folder / "d.JSON.GZ").write_bytes(gzip.compress(json.dumps([{"messages": chat("zip asks", "answer")}]).encode()))
+    for name in ("README.md", "LICENSE", "_SUCCESS", ".gitattributes", "images/1.PNG"):
+        (folder / name).write_text("no rows")
+    (folder / "dataset_infos.json").write_text(json.dumps({"default": {"features": {}}}, indent=1))
+    # Ten samples and more, of which the usual share holds none out: they are split twice and still said once.
+    prepare([str(folder)], files / "data", target, PrepareOptions(workers=1, validation=None))
+    assert "warning" not in capsys.readouterr().err
+    for name in ("e.txt", "f.jsonl.zst", "g.csv", "h.csv", "x.arrow"):
+        (folder / name).write_text("rows, perhaps")
+    info = prepare([str(folder)], files / "again", target, PrepareOptions(workers=1, validation=None))
+    assert [(one.source, one.rows) for one in info.sources] == [
+        *((f"mixed/{name}", 5) for name in ("a.jsonl", "b.JSONL", "c.Json")),
+        ("mixed/d.JSON.GZ", 1),
+    ]
+    assert info.validation_samples
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
+    assert f"{folder}: 5 files left out, such as e.txt, f.jsonl.zst, g.csv, x.arrow (" in said
 
 
 def test_slices_of_one_file_and_the_files_of_one_dataset_are_counted_for_what_they_are(
