@@ -183,13 +183,11 @@ class Curves:
         waited = sum(step_seconds(step) * step["data_wait_fraction"] for step in self.steps)
         return waited / self.seconds if self.seconds else 0.0
 
-    def best(self) -> dict[str, Any] | None:
-        """The validation with the least loss."""
-        return min(self.validations, key=_loss, default=None)
-
     def overfit(self, step: int) -> str | None:
-        """What to say of the weights after ``step`` steps where an earlier validation was better; else None."""
+        """What to say of the weights after ``step`` steps where an earlier validation of the same text was better; else
+        None."""
         until = [one for one in self.validations if one["step"] <= step]
+        until = [one for one in until if one.get("tokens") == until[-1].get("tokens")]
         best = min(until, key=_loss, default=None)
         if best is None or _loss(until[-1]) <= OVERFIT * _loss(best):
             return None

@@ -132,9 +132,9 @@ class Totals:
 @torch.no_grad()
 def validate(state: TrainState) -> None:
     """Walk ``validation_tokens`` of the validation split and put the result in ``state.validation``. losses, acc: per
-    depth, 0 where nothing is taught; loss: mean of the others; accepted_length, per_position: of greedy chains of
-    ``VALIDATION_DRAFT_LEN`` over the same text, as `evaluate` counts them, None where nothing could be drafted.
-    Unchanged when the store has no such split, or nothing of it teaches."""
+    depth, 0 where nothing is taught; loss: mean of the others; tokens: of the text that was walked; accepted_length,
+    per_position: of greedy chains of ``VALIDATION_DRAFT_LEN`` over it, as `evaluate` counts them, None where nothing
+    could be drafted. Unchanged when the store has no such split, or nothing of it teaches."""
     most = state.config.data.max_tokens
     entries = (entry for _, entry in state.store.entries if entry.split == "validation")
     lengths = {entry.id: min(entry.tokens, most or entry.tokens) for entry in entries}
@@ -165,7 +165,7 @@ def validate(state: TrainState) -> None:
         tally = evaluate_packs([use], validation_packs(), [DraftShape(draft_len)], device=str(state.device))[0].tally
     state.model.train()
     walked = torch.tensor([tally.drafts, tally.tokens, *tally.accepted_at], device=state.device)
-    state.group.all_reduce([totals.sums, totals.hits, totals.counts, totals.open, walked])
+    state.group.all_reduce([totals.sums, totals.hits, totals.counts, totals.open, totals.tokens, walked])
     drafts, tokens, *accepted_at = walked.tolist()
     losses = totals.mean_losses()
     taught = [loss for loss, count in zip(losses, totals.counts.tolist(), strict=True) if count]
@@ -175,6 +175,7 @@ def validate(state: TrainState) -> None:
         "losses": losses,
         "acc": totals.accuracy(),
         "loss": sum(taught) / len(taught),
+        "tokens": int(totals.tokens),
         "accepted_length": tokens / drafts if drafts else None,
         "per_position": [count / drafts for count in accepted_at] if drafts else None,
     }
