@@ -27,9 +27,10 @@ from hiddenstore.targets.load import pick_device
 from schemas.manifest import Split
 from trainer.evaluate.acceptance import DraftShape, answers, drafts
 from trainer.evaluate.simulate import Evaluation, NgramFloor, evaluate_packs, floor, split_packs
-from trainer.settings import config_class, derived, load_config
+from trainer.settings import config_class, derived, derived_lr, load_config
+from trainer.train.checkpoint import read_state
 from trainer.train.log import Curves, read_curves, step_seconds
-from trainer.train.run_folder import CONFIG, RunFacts, RunInfo, drafter_name, load_drafter, read_facts, run_snapshot
+from trainer.train.run_folder import CONFIG, RunFacts, RunInfo, drafter_name, load_drafter, read_facts
 
 _WAITING = 0.1
 _SPIKES = 0.01
@@ -60,8 +61,7 @@ def measure(
     drafters = [
         load_drafter(info.checkpoint, device, head=head, final_norm=norm, untrained=fresh) for fresh in (False, True)
     ]
-    longest = drafters[0].kind.longest_draft(drafters[0].config) or draft_len
-    shape = DraftShape(min(draft_len, longest))
+    shape = DraftShape(drafters[0].within(draft_len))
     splits = {entry.split for _, entry in store.entries}
     split: Split = "validation" if "validation" in splits else "train"
     packs = _first(split_packs(store, split, drafters[0].needs, device), samples)
@@ -118,6 +118,10 @@ def _line(name: str, rows: Sequence[dict[str, Any]], value: Callable[[Any], floa
     return Series(name, [row["step"] for row in rows], [value(row) for row in rows], dots)
 
 
+def _length_line(name: str, curves: Curves) -> Series:
+    return _line(name, curves.validations, lambda one: _number(one["accepted_length"]), dots=True)
+
+
 def _mean_loss(step: dict[str, Any]) -> float:
     # A depth that teaches nothing in a step has none, which is written as 0.
     losses = [loss for loss in step["losses"] if loss]
@@ -143,6 +147,7 @@ def _curves(curves: Curves, step: int) -> Section:
     accuracy = by_depth(validations, "acc", "depth", dots=True)
     body = page.beside(
         page.lines("Loss, mean over depths", loss, "step", "loss"),
+        page.lines("Accepted length in validation", [_length_line("drafter", curves)], "step", "tokens"),
         page.lines("Accuracy in training, by depth", by_depth(steps, "acc", "depth"), "step", "share", zero=True),
         page.lines("Loss in training, by depth", by_depth(steps, "losses", "depth"), "step", "loss"),
         page.lines("Accuracy in validation, by depth", accuracy, "step", "share", zero=True),
@@ -268,7 +273,7 @@ def flat(config: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _settings(store: Store | None, config: Mapping[str, Mapping[str, Any]]) -> Section:
-    usual = {} if store is None else _usual(store, config["drafter"]["name"])
+    usual = {} if store is None else _usual(store, config)
     values = flat(config)
     changed = {key: value for key, value in values.items() if key in usual and usual[key] != value}
     body = []
@@ -280,12 +285,16 @@ def _settings(store: Store | None, config: Mapping[str, Mapping[str, Any]]) -> S
     return Section("Settings", join(body), healthy, command=("train", "STORE", "--settings"), wide=True)
 
 
-def _usual(store: Store, drafter: str) -> dict[str, str]:
-    """What a store suggests; only what follows from it where a setting, as a mask token, has no default at all."""
+def _usual(store: Store, config: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """What a store suggests, the rate for the optimizer and the steps of the run; only what follows from it where a
+    setting, as a mask token, has no default at all."""
+    drafter = config["drafter"]["name"]
     try:
-        return flat(load_config(store, drafter).model_dump(mode="json"))
+        usual = load_config(store, drafter).model_dump(mode="json")
     except ConfigError:
-        return flat(derived(store, drafter))
+        usual = derived(store, drafter)
+    usual["optim"]["lr"] = derived_lr(store, config_class(drafter).model_validate(config))
+    return flat(usual)
 
 
 def _drafted(measured: Measured, store: Store, samples: int) -> Section:
@@ -364,16 +373,19 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def accepted_lengths(logs: Mapping[str, Curves]) -> tuple[int | None, dict[str, float]]:
-    """The last step at which all runs that validated an accepted length did, and what each had there; None and the last
-    of each where there is no such step. The greatest of each would favour who validates most often."""
+    """The last step at which all runs that validated an accepted length did over the same text, and what each had
+    there; None and the last of each where there is no such step. The greatest of each would favour who validates most
+    often."""
     of_runs = {
-        name: by_step
+        name: {one["step"]: one for one in rows}
         for name, curves in logs.items()
-        if (by_step := {one["step"]: v for one in curves.validations if (v := one["accepted_length"]) is not None})
+        if (rows := [one for one in curves.validations if one["accepted_length"] is not None])
     }
-    shared = set.intersection(*(set(by_step) for by_step in of_runs.values())) if of_runs else set()
-    step = max(shared, default=None)
-    return step, {name: by_step[max(by_step) if step is None else step] for name, by_step in of_runs.items()}
+    texts = [{(step, one.get("text")) for step, one in by_step.items()} for by_step in of_runs.values()]
+    step = max((step for step, _ in set.intersection(*texts)), default=None) if texts else None
+    return step, {
+        name: by_step[max(by_step) if step is None else step]["accepted_length"] for name, by_step in of_runs.items()
+    }
 
 
 def _result(
@@ -385,22 +397,18 @@ def _result(
         for place, name in enumerate(logs)
         for length in [lengths.get(name, math.nan)]
     ]
-    curves = [
-        _line(name, log.validations, lambda one: _number(one["accepted_length"]), dots=True)
-        for name, log in logs.items()
-    ]
+    curves = [_length_line(name, log) for name, log in logs.items()]
     where = "the last of each" if step is None else f"at step {count(step)}"
     body = page.beside(
         tag("div", page.bars(f"Accepted length in validation, {where}", bars), _cost(logs)),
         page.lines("Accepted length in validation", curves, "step", "tokens"),
     )
     verdicts = []
-    snapshots = {run_snapshot(info.run).commits for info in runs}
-    if len(snapshots) > 1:
-        text = "they were trained on different samples, and validated on different text: lengths do not compare"
-        verdicts.append(Verdict("look", f"{text}; hiddenstore eval RUN STORE on one store does"))
+    if len({read_state(info.checkpoint).cursor["snapshot"] for info in runs}) > 1:
+        verdicts.append(Verdict("look", "they were trained on different samples"))
     if len(lengths) > 1 and step is None:
-        verdicts.append(Verdict("unknown", "they were validated at no step in common: lengths do not compare"))
+        text = "they were validated at no step over the same text: lengths do not compare"
+        verdicts.append(Verdict("unknown", f"{text}; hiddenstore eval RUN STORE of each on one store does"))
     elif len(lengths) > 1:
         first, second = sorted(lengths, key=lambda name: -lengths[name])[:2]
         ahead = f"{lengths[first] - lengths[second]:.3f} tokens per target forward"

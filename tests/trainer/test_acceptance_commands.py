@@ -2,6 +2,7 @@
 
 import json
 import random
+import shlex
 import shutil
 
 import numpy as np
@@ -96,6 +97,19 @@ def run(words, code=0):
 
 def document(words, code=0):
     return json.loads(run([*words, "--json"], code).stdout)
+
+
+def test_the_next_commands_of_a_drafter_of_two_tokens_draft_two(made, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["drafter.medusa_heads=2", "train.max_steps=2", "train.validate_every=2"]
+    said = run(["train", str(made / "store"), "-o", "run", "--drafter", "medusa", *words])
+    assert "on validation, chains of 2\n" in said.stdout
+    for command, short in (("eval", ()), ("decode", ("-n", "1", "--max-new-tokens", "8"))):
+        words = shlex.split(said.stderr.rpartition("next: hiddenstore ")[2].replace("TARGET", str(made / "target")))
+        assert words[0] == command
+        said = run([*words, *short])
+        assert "drafts of 2, bonus token counted\n" in said.stdout
+    assert "proposes at most 2 tokens" in run(["eval", "run", str(made / "store"), "--draft-len", "3"], 2).stderr
 
 
 def test_eval_answers_with_every_promised_field(made):

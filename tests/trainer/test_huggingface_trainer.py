@@ -17,7 +17,8 @@ PAGE = Path(__file__).parents[2] / "docs/huggingface-trainer.md"
 WORDS = [
     "data.batch_tokens=160", "data.pack_tokens=80", "drafter.intermediate_size=32", "loss.steps=3", "optim.lr=3e-3",
     "optim.kind=adamw", "optim.schedule=constant", "optim.warmup_ratio=0", "train.max_steps=8",
-    "train.validate_every=0", "train.precision=fp32",
+    "train.validate_every=0", "train.precision=fp32", "data.seed=3", "data.max_tokens=24", "drafter.vocab_size=40",
+    "train.seed=1",
 ]  # fmt: skip
 
 

@@ -12,10 +12,12 @@ from hiddenstore.cli import main
 from hiddenstore.errors import ConfigError, CorruptionError
 from hiddenstore.testing.builders import make_store
 from tests.tiny_world import TRAIN, World, run
+from tests.trainer.runs import ON_CPU, tiny_store
 from trainer.evaluate.acceptance import AcceptanceTally, walk
 from trainer.report import _article, _settings, accepted_lengths, compare_page, measure, run_page, short_names
 from trainer.settings import load_config
 from trainer.train.log import Curves, read_curves
+from trainer.train.loop import train
 from trainer.train.run_folder import describe, training_store
 
 
@@ -84,6 +86,19 @@ def test_settings_that_differ_from_the_stores_own_are_listed(runs: tuple[str, st
     assert "optim.kind" in section.body
 
 
+def test_a_rate_that_follows_from_the_steps_of_the_run_is_none_that_was_set(tmp_path: Path) -> None:
+    store = tiny_store(tmp_path)
+
+    def changed(*words: str) -> str:
+        config = load_config(store, words=["train.max_steps=600", *words])
+        return _settings(store, config.model_dump(mode="json")).body.split("<details>")[0]
+
+    assert "train.max_steps" in changed()
+    assert "optim.lr" not in changed()
+    assert "optim.lr" not in changed("optim.kind=adamw")
+    assert "optim.lr" in changed("optim.lr=1e-3")
+
+
 def test_a_setting_that_no_store_suggests_does_not_stop_the_page(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     with pytest.raises(ConfigError):
@@ -120,7 +135,7 @@ def test_text_that_was_trained_on_and_runs_over_other_samples_are_named(world: W
     texts = [verdict.text for _, verdict in run_page(info, store, measured).verdicts]
     assert any("text it was trained on" in text for text in texts)
     others = [verdict.text for _, verdict in compare_page([info, describe(world / "run")]).verdicts]
-    assert any("different samples" in text and "do not compare" in text for text in others)
+    assert any("different samples" in text for text in others)
 
 
 def test_runs_are_compared_by_what_they_validated(runs: tuple[str, str], tmp_path: Path) -> None:
@@ -138,6 +153,37 @@ def test_runs_are_compared_by_what_they_validated(runs: tuple[str, str], tmp_pat
     assert "different samples" not in html
 
 
+def test_runs_compare_where_they_validated_the_same_samples_in_whatever_order_or_recipe(tmp_path: Path) -> None:
+    store, raw = tiny_store(tmp_path).path, str(tmp_path / "raw")
+    assert run("copy", store, raw, "--recipe", "raw", "-q") == 0
+    words = [*ON_CPU, "data.batch_tokens=80", "train.max_steps=2", "train.validate_every=2"]
+    of_part, seed = "train.validation_tokens=1", "data.seed=1"
+    places = {"all": (store,), "copied": (raw, seed), "part": (store, of_part), "other": (store, of_part, seed)}
+    for name, (place, *changes) in places.items():
+        train(place, tmp_path / name, words=[*words, *changes])
+
+    def compared(*names: str) -> tuple[str, dict[str, str]]:
+        page = compare_page([describe(tmp_path / name) for name in names])
+        return "; ".join(verdict.text for _, verdict in page.verdicts), dict(page.tiles)
+
+    text, figures = compared("all", "copied")
+    assert "tokens per target forward" in text
+    assert "different samples" not in text
+    assert figures.keys() >= {"longest accepted at step 2", "by"}
+    text, figures = compared("part", "other")
+    assert "at no step over the same text: lengths do not compare" in text
+    assert "tokens per target forward" not in text
+    assert not figures.keys() & {"longest accepted at step 2", "by"}
+
+
+def test_the_page_of_a_run_has_the_accepted_lengths_of_its_validations_by_step(runs: tuple[str, str]) -> None:
+    html = run_page(describe(runs[1]), None, None).sections[0].body
+    figure = html.partition("Accepted length in validation")[2].partition("</figure>")[0]
+    lengths = [one["accepted_length"] for one in read_curves(Path(runs[1])).validations]
+    assert len(lengths) == 2
+    assert [f"{length:.4g}" in figure for length in lengths] == [True, True]
+
+
 def test_accepted_lengths_are_compared_at_the_last_step_that_all_runs_validated() -> None:
     def curves(lengths: dict[int, float | None]) -> Curves:
         return Curves(validations=[{"step": step, "accepted_length": length} for step, length in lengths.items()])
@@ -147,6 +193,8 @@ def test_accepted_lengths_are_compared_at_the_last_step_that_all_runs_validated(
         20,
         {"often": 1.5, "seldom": 1.6},
     )
+    grown = Curves(validations=[*often.validations[:2], {"step": 40, "accepted_length": 1.9, "text": "more of it"}])
+    assert accepted_lengths({"grown": grown, "seldom": seldom})[0] == 20
     apart = curves({15: 1.7})
     assert accepted_lengths({"apart": apart, "seldom": seldom}) == (None, {"apart": 1.7, "seldom": 1.9})
     assert accepted_lengths({"never": Curves()}) == (None, {})

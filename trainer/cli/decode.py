@@ -15,7 +15,15 @@ from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import percent, plural
 from hiddenstore.errors import ConfigError, Kind
-from trainer.cli.evaluate import acceptance_rows, draft_len_option, floor_members, judge, length_text, shape_text
+from trainer.cli.evaluate import (
+    acceptance_rows,
+    draft_len_option,
+    floor_members,
+    judge,
+    length_text,
+    shape_text,
+    shapes_of,
+)
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store
@@ -100,7 +108,7 @@ def decode(
     sampled = partial(speculate.RejectionSampling, temperature, drafter.vocab.target_ids, method=draft_sample_method)
     with Progress("decode", total=count, unit="prompts") as progress:
         result = speculate.decode(
-            *(live, drafter, (prompt.ids for prompt in source), shapes),
+            *(live, drafter, (prompt.ids for prompt in source), shapes_of(drafter, shapes)),
             speculate.DecodeLimits(count, max_new_tokens),
             rule=sampled if temperature else None,
             on_prompt=lambda done: progress.update(len(done.prompts), looping=done.looping),

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,9 +66,16 @@ draft_len_option = click.option(
     "shapes",
     type=DraftShapes(),
     default="3",
-    show_default=True,
+    show_default="3, or as many as RUN can",
     help="Tokens drafted at a time; several make a table, 5x4 drafts a tree.",
 )
+
+
+def shapes_of(drafter: "LoadedDrafter", shapes: "tuple[DraftShape, ...]") -> "tuple[DraftShape, ...]":
+    """Those that the command line names; the default's only as long as ``drafter`` drafts."""
+    if _is_given("shapes"):
+        return shapes
+    return tuple(replace(shape, length=drafter.within(shape.length)) for shape in shapes)
 
 
 def floor_members(floor: "NgramFloor | None") -> dict[str, Any]:
@@ -311,7 +319,7 @@ def _simulate(
         load_drafter(run, device, head=head, final_norm=final_norm, untrained=fresh)
         for fresh in ([False, True] if untrained else [False])
     ]
-    live = None
+    shapes, live = shapes_of(drafters[0], shapes), None
     if target is not None:
         live = load_live_target(target, info.spec.drafter.aux_layers, info.spec.target, device, None, same_target)
     total = sum(entry.tokens for _, entry in text.entries if entry.split == split)

@@ -90,7 +90,7 @@ class _Train(click.Command):
 def train(store: str, words: tuple[str, ...], run: str | None, settings: bool, **options: Any) -> None:
     """Train a drafter from a store; the target is not needed.
 
-    --target is for --drafter mtp: the layer as it was before training is RUN/start, a run to evaluate and compare with.
+    --target is for --drafter mtp: the layer as it was before training is RUN/start, a run for eval, decode and export.
 
     --resume-from leaves the run of CHECKPOINT as it is: RUN becomes a copy that stands where CHECKPOINT stood, weights,
     optimizer and place in the data, and goes on exactly; train.* words may change.
@@ -218,8 +218,9 @@ def _rows(report: "TrainReport") -> list[tuple[str, str]]:
     ]
     if report.validation:
         rows.append(("on validation", " ".join(f"{a:.3f}" for a in report.validation["acc"])))
-    if report.validation.get("accepted_length") is not None:
-        rows.append(("accepted length", f"{report.validation['accepted_length']:.3f} on validation, chains of 3"))
+    if (length := report.validation.get("accepted_length")) is not None:
+        chain = len(report.validation["per_position"])
+        rows.append(("accepted length", f"{length:.3f} on validation, chains of {chain}"))
     if report.skipped_steps:
         rows.append(("skipped", f"{report.skipped_steps:,} steps whose loss was a spike: see metrics.jsonl"))
     rows.append(("checkpoint", str(report.checkpoint)))

@@ -298,6 +298,10 @@ class DrafterInUse:
     def needs(self) -> Needs:
         return self.kind.needs(self.model.config, None)
 
+    def within(self, tokens: int) -> int:
+        """``tokens``, or as many as it proposes at a time where that is fewer."""
+        return min(tokens, self.kind.longest_draft(self.config) or tokens)
+
     def require_length(self, tokens: int) -> None:
         """Refuse drafts that this drafter cannot make. Raises ConfigError: ``draft-len``: it proposes fewer than
         ``tokens`` at a time."""

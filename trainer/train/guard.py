@@ -18,10 +18,10 @@ from trainer.config import LoopConfig
 
 class BestState(Document):
     """What a checkpoint keeps of the best ones. best: validated value by checkpoint name; since: validations since the
-    best one; by: the measure they are judged by; tokens: of the text that was validated."""
+    best one; by: the measure they are judged by; text: digest of what was validated."""
 
     by: str = "loss"
-    tokens: int | None = None
+    text: str | None = None
     best: dict[str, float] = Field(default_factory=dict)
     since: int = 0
 
@@ -46,8 +46,8 @@ class BestCheckpoints:
         value = validation.get(self._settings.best_by)
         if value is None:
             return False
-        if (tokens := validation.get("tokens")) != self.state.tokens:
-            self.state = BestState(by=self._settings.best_by, tokens=tokens)
+        if (text := validation.get("text")) != self.state.text:
+            self.state = BestState(by=self._settings.best_by, text=text)
         if not isfinite(value):
             self.state = self.state.model_copy(update={"since": self.state.since + 1})
             return False

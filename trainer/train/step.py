@@ -3,6 +3,7 @@
 Shapes: K depths (TTT steps, block slots or heads).
 """
 
+import json
 import math
 import shlex
 import time
@@ -14,6 +15,7 @@ import torch
 
 from hiddenstore.data import Cursor, GlobalBatch, PackedBatch
 from hiddenstore.errors import CaptureError, Kind
+from hiddenstore.files.documents import sha256_hex
 from trainer.drafters.base import LossInputs
 from trainer.evaluate.acceptance import DraftShape
 from trainer.evaluate.simulate import evaluate_packs
@@ -132,15 +134,17 @@ class Totals:
 @torch.no_grad()
 def validate(state: TrainState) -> None:
     """Walk ``validation_tokens`` of the validation split and put the result in ``state.validation``. losses, acc: per
-    depth, 0 where nothing is taught; loss: mean of the others; tokens: of the text that was walked; accepted_length,
-    per_position: of greedy chains of ``VALIDATION_DRAFT_LEN`` over it, as `evaluate` counts them, None where nothing
-    could be drafted. Unchanged when the store has no such split, or nothing of it teaches."""
+    depth, 0 where nothing is taught; loss: mean of the others; accepted_length, per_position: of greedy chains of
+    ``VALIDATION_DRAFT_LEN`` over the same text, as `evaluate` counts them, None where nothing could be drafted; text:
+    digest of the samples walked, how far each is read and what teaches. Unchanged when the store has no such split, or
+    nothing of it teaches."""
     most = state.config.data.max_tokens
     entries = (entry for _, entry in state.store.entries if entry.split == "validation")
     lengths = {entry.id: min(entry.tokens, most or entry.tokens) for entry in entries}
     if not lengths:
         return
     totals = Totals(state.objective.depths, state.device)
+    text: list[tuple[str, int]] = []
 
     def validation_packs() -> Iterator[PackedBatch]:
         tokens = 0
@@ -153,19 +157,20 @@ def validate(state: TrainState) -> None:
                     totals.add(state.objective.losses(pack, denominators))
             if state.context is None or state.context.index == 0:
                 yield from batch.packs
+            text.extend((sample, lengths[sample]) for sample in batch.all_sample_ids)
             tokens += sum(lengths[sample] for sample in batch.all_sample_ids)
             if tokens >= state.config.train.validation_tokens:
                 break
 
     use = state.in_use
-    draft_len = min(VALIDATION_DRAFT_LEN, use.kind.longest_draft(use.config) or VALIDATION_DRAFT_LEN)
+    shape = DraftShape(use.within(VALIDATION_DRAFT_LEN))
     state.model.eval()
     state.model.rng_key = VALIDATION_KEY
     with unsharded(state.parallel), state.group.all_or_none():
-        tally = evaluate_packs([use], validation_packs(), [DraftShape(draft_len)], device=str(state.device))[0].tally
+        tally = evaluate_packs([use], validation_packs(), [shape], device=str(state.device))[0].tally
     state.model.train()
     walked = torch.tensor([tally.drafts, tally.tokens, *tally.accepted_at], device=state.device)
-    state.group.all_reduce([totals.sums, totals.hits, totals.counts, totals.open, totals.tokens, walked])
+    state.group.all_reduce([totals.sums, totals.hits, totals.counts, totals.open, walked])
     drafts, tokens, *accepted_at = walked.tolist()
     losses = totals.mean_losses()
     taught = [loss for loss, count in zip(losses, totals.counts.tolist(), strict=True) if count]
@@ -175,9 +180,9 @@ def validate(state: TrainState) -> None:
         "losses": losses,
         "acc": totals.accuracy(),
         "loss": sum(taught) / len(taught),
-        "tokens": int(totals.tokens),
         "accepted_length": tokens / drafts if drafts else None,
         "per_position": [count / drafts for count in accepted_at] if drafts else None,
+        "text": sha256_hex(json.dumps([sorted(text), state.config.data.loss_on]).encode())[:12],
     }
 
 
