@@ -139,7 +139,7 @@ def by_depth(rows: Sequence[Mapping[str, Any]], key: str, name: str, dots: bool 
 
 
 def _curves(curves: Curves, step: int) -> Section:
-    steps, validations = curves.steps, curves.validations
+    steps, validations = curves.taught, curves.validations
     loss = [_line("training", steps, _mean_loss)]
     if validations:
         loss.append(_line("validation", validations, lambda one: _number(one["loss"]), dots=True))
@@ -423,7 +423,7 @@ def _result(
 
 
 def _losses(logs: Mapping[str, Curves]) -> Section:
-    training = [_line(name, log.steps, _mean_loss) for name, log in logs.items()]
+    training = [_line(name, log.taught, _mean_loss) for name, log in logs.items()]
     validation = [_line(name, log.validations, itemgetter("loss"), dots=True) for name, log in logs.items()]
     body = page.beside(
         page.lines("Loss in training, mean over depths", training, "step", "loss"),

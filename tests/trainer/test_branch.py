@@ -1,6 +1,7 @@
 """A run that goes on from an earlier checkpoint, and one that is served without an export of its own."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from hiddenstore.cli import main
 from tests.tiny_world import tree
 from tests.tmpfs import mounted
 from tests.trainer.runs import WORDS, tiny_store
+from trainer.train import checkpoint
+from trainer.train.run_folder import branch
 
 
 def command(*words: str, code: int = 0) -> Any:
@@ -43,6 +46,15 @@ def test_a_new_run_goes_on_from_an_earlier_checkpoint_to_the_same_weights(traine
     )
     assert json.loads(refused.stderr.strip().splitlines()[-1])["kind"] == "output-exists"
     command("train", store, "-o", str(again), "--resume", "--resume-from", str(run), code=2)
+
+
+def test_a_run_that_goes_on_from_another_has_the_start_that_lies_in_it(trained: Path, tmp_path: Path) -> None:
+    run, again = tmp_path / "run", tmp_path / "again"
+    shutil.copytree(trained / "run", run)
+    shutil.copytree(trained / "run", run / "start")
+    branch(run / "checkpoints" / "step-4", again)
+    assert tree(again / "start") == tree(run / "start")
+    assert [path.name for path in checkpoint.checkpoints(again)] == ["step-4"]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import shutil
 import sys
 import weakref
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from hiddenstore.testing.builders import make_samples, make_store
 from tests.forked import Forked
 from tests.tiny_world import tree
 from tests.trainer.runs import ON_CPU, WORDS, store_of, tiny_store
+from trainer.train import checkpoint
 from trainer.train import step as step_module
-from trainer.train.log import _norm_text
+from trainer.train.log import _norm_text, read_curves
 from trainer.train.loop import train
 
 
@@ -172,6 +174,27 @@ def test_a_validation_of_which_a_drafter_takes_no_token_is_said_and_refused_wher
         train(made.path, tmp_path / "run", drafter="dflash", words=[*words, "train.patience=1"])
     train(made.path, tmp_path / "run", drafter="dflash", words=words)
     assert "nothing is validated" in capsys.readouterr().err
+
+
+def test_a_step_that_teaches_nothing_changes_no_weight_and_its_loss_is_reported_for_none(tmp_path: Path) -> None:
+    samples = []
+    for index, one in enumerate(make_samples(40)):
+        mask = one.loss_mask * (index % 4 == 0)
+        samples.append(replace(one, id=sample_id(one.input_ids, mask), loss_mask=mask, split="train"))
+    made, run = store_of(tmp_path, samples), tmp_path / "run"
+    words = [*ON_CPU, "data.batch_tokens=40", "data.pack_tokens=40", "train.checkpoint_every=1", "train.keep=12"]
+    report = train(made.path, run, words=[*words, "optim.kind=muon", "train.validate_every=0"])
+    steps = [line for line in lines(run) if "loss" in line]
+    drafters = [checkpoint.load(run / f"checkpoints/step-{step}").drafter for step in range(1, 13)]
+    for line, (before, after) in zip(steps[1:], pairwise(drafters), strict=True):
+        is_same = all(torch.equal(weight, after[name]) for name, weight in before.items())
+        assert is_same is (line["taught"] == 0)
+    taught = [line for line in steps if line["taught"]]
+    assert 0 < len(taught) < 12
+    assert not steps[-1]["taught"]
+    assert (report.loss, report.acc) == (taught[-1]["loss"], taught[-1]["acc"])
+    assert train(made.path, run, resume=True).loss == report.loss
+    assert [row["step"] for row in read_curves(run).taught] == [line["step"] for line in taught]
 
 
 def test_packs_accumulate_to_the_gradient_of_the_whole_batch(store: Store, tmp_path: Path) -> None:

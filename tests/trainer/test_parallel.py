@@ -33,6 +33,10 @@ WAYS = {
 MUON = [*SETTINGS, "optim.kind=muon", "train.max_steps=4", "train.validate_every=0"]
 DEEP = [*SETTINGS, "drafter.num_layers=2", "train.max_steps=4", "train.validate_every=0"]
 FOLLOWED = [*SETTINGS, "train.follow=true", "train.max_steps=6", "train.validate_every=0"]
+CHAINS = [
+    *SETTINGS, "drafter.name=peagle", "drafter.mask_token_id=3", "drafter.num_layers=1", "data.batch_tokens=40",
+    "loss.steps=2", "loss.keep_ratio=0.12", "loss.keep_least=0", "train.validate_every=0",
+]  # fmt: skip
 RESUMED = ["one-to-fsdp", "fsdp-to-one"]
 
 
@@ -64,6 +68,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     train(made.store.path, folder / "deep-one", words=DEEP)
     train(made.store.path, folder / "muon-one", words=MUON)
     train(made.store.path, folder / "follow-one", words=FOLLOWED)
+    train(made.store.path, folder / "chains-one", words=CHAINS)
     on_two_ranks(
         [
             *(made.job(name, [*SETTINGS, *words]) for name, words in WAYS.items()),
@@ -72,6 +77,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             made.job("muon-ddp", MUON),
             made.job("muon-fsdp", [*MUON, "train.parallel=fsdp"]),
             made.job("follow", FOLLOWED),
+            made.job("chains-ddp", CHAINS),
+            made.job("chains-fsdp", [*CHAINS, "train.parallel=fsdp"]),
             made.job("deep", [*DEEP, "train.context_parallel=2", "train.checkpoint_activations=true"]),
         ]
     )
@@ -97,6 +104,14 @@ def test_every_layer_of_a_deep_drafter_sees_the_whole_sequence(runs: Runs) -> No
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_muon_over_two_ranks_takes_the_steps_of_one_process(runs: Runs, way: str) -> None:
     assert runs.records(f"muon-{way}", "loss") == pytest.approx(runs.records("muon-one", "loss"), rel=1e-4)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_a_weight_that_no_pack_of_a_step_reaches_moves_over_two_ranks_as_in_one_process(runs: Runs, way: str) -> None:
+    # A step that draws no chain reads nothing of what stands for its states.
+    assert {second > 0 for _, second in runs.records("chains-one", "losses")} == {True, False}
+    found, expected = (runs.checkpoint(f"chains-{name}").drafter["mask_hidden"] for name in (way, "one"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_two_ranks_that_follow_a_store_read_the_epochs_that_one_process_reads(runs: Runs) -> None:

@@ -25,6 +25,7 @@ from trainer.evaluate.simulate import evaluate
 from trainer.train import checkpoint
 from trainer.train import loop as loop_module
 from trainer.train.guard import ENOUGH, MOST_IN_A_ROW, WINDOW, BestCheckpoints, BestState, SpikeGuard
+from trainer.train.log import read_curves
 from trainer.train.loop import train
 from trainer.train.run_folder import branch, load_drafter
 
@@ -257,6 +258,24 @@ def test_another_measure_starts_the_ranking_anew_and_no_value_is_no_judgement() 
     assert standing.add(4, {"accepted_length": None, "loss": 0.1}) is False
     assert standing.add(5, {"accepted_length": 1.5, "loss": math.inf}) is True
     assert standing.names == ["step-5"]
+
+
+def test_validations_of_other_text_are_not_compared(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, words = tmp_path / "run", [*EACH, "train.max_steps=3", "train.keep_best=2", "data.batch_tokens=40"]
+    scripted(monkeypatch, [2, 3, 3, 8, 9, 9])
+    train(store.path, run, words=[*words, "train.validation_tokens=1"])
+    more = train(store.path, run, words=["train.max_steps=6", "train.validation_tokens=9999"], resume=True)
+    part, _, _, whole, *_ = texts = [line["validation"]["text"] for line in lines(run) if "validation" in line]
+    assert texts == [part] * 3 + [whole] * 3
+    assert part != whole
+    assert more.best_checkpoint == checkpoint.best(run) == run / "checkpoints/step-4"
+    standing = checkpoint.read_state(more.checkpoint).standing
+    assert (standing.best, standing.since) == ({"step-4": 8.0, "step-5": 9.0}, 2)
+    assert "was 8.000 at step 4 " in (read_curves(run).overfit(6) or "")
+    assert read_curves(run).overfit(4) is None
+    assert "was 2.000 at step 1 " in (read_curves(run).overfit(3) or "")
 
 
 def test_a_validation_that_is_no_number_uses_up_patience_and_keeps_no_checkpoint_from_being_written() -> None:

@@ -132,6 +132,18 @@ def test_a_tracker_that_is_not_known_or_not_installed_is_said_before_the_first_s
     assert not (tmp_path / "two").exists()
 
 
+def test_tensorboard_holds_every_step_and_validation_of_a_run_and_of_its_resume(store: Store, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(store, tmp_path / "run", "train.tracker=tensorboard")
+    losses = train(store, tmp_path / "run", "train.max_steps=6", resume=True)
+    events = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events.Reload()
+    shown = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert shown == pytest.approx(dict(enumerate(losses, 1)))
+    assert [event.step for event in events.Scalars("validation/loss@1")] == [2, 4, 6]
+
+
 def test_mlflow_holds_the_curves_of_a_run_and_of_its_resume(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,11 @@ class Ddp:
         """Gather every parameter, for the packs of one step."""
 
     def reduce_gradients(self) -> None:
-        """Sum the gradients of all ranks, also of those that saw no pack; parameters are sharded again after it."""
+        """Sum the gradients of all ranks, also of those that saw no pack; parameters are sharded again after it. A
+        parameter that no pack reached has a gradient of zero, on one rank as on several, and under fsdp."""
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         self._group.all_reduce_gradients(self._parameters)
 
     def reshard(self) -> None:

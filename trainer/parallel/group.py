@@ -66,8 +66,8 @@ class ProcessGroup:
             tensor.copy_(reduced.view_as(tensor))
 
     def all_reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Add up gradients over the ranks in place; a rank that saw no pack contributes zero. One message a bucket, the
-        next under way while the last is read back."""
+        """Add up gradients over the ranks in place. One message a bucket, the next under way while the last is read
+        back."""
         if self.is_single:
             return
         under_way: deque[tuple[list[Tensor], Tensor, Any]] = deque()
@@ -230,8 +230,7 @@ def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     size = 0
     for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+        assert parameter.grad is not None
         if bucket and (size + parameter.grad.nbytes > BUCKET_BYTES or parameter.grad.dtype != bucket[0].dtype):
             yield bucket
             bucket, size = [], 0

@@ -18,9 +18,10 @@ from trainer.config import LoopConfig
 
 class BestState(Document):
     """What a checkpoint keeps of the best ones. best: validated value by checkpoint name; since: validations since the
-    best one; by: the measure they are judged by."""
+    best one; by: the measure they are judged by; text: digest of what was validated."""
 
     by: str = "loss"
+    text: str | None = None
     best: dict[str, float] = Field(default_factory=dict)
     since: int = 0
 
@@ -31,7 +32,8 @@ class BestState(Document):
 
 
 class BestCheckpoints:
-    """Ranks every validation once. Values of another measure than the settings name are forgotten."""
+    """Ranks every validation once. Values of another measure than the settings name are forgotten, and those of another
+    part of the split than the last one's: a resume may have changed ``train.validation_tokens``."""
 
     def __init__(self, settings: LoopConfig, state: BestState | None = None) -> None:
         self._settings = settings
@@ -44,6 +46,8 @@ class BestCheckpoints:
         value = validation.get(self._settings.best_by)
         if value is None:
             return False
+        if (text := validation.get("text")) != self.state.text:
+            self.state = BestState(by=self._settings.best_by, text=text)
         if not isfinite(value):
             self.state = self.state.model_copy(update={"since": self.state.since + 1})
             return False
@@ -52,7 +56,7 @@ class BestCheckpoints:
         top = candidates.ranked()[: max(1, self._settings.keep_best)]
         since = 0 if top[0] == name or not self.state.best else self.state.since + 1
         best = {other: candidates.best[other] for other in top}
-        self.state = BestState(by=self._settings.best_by, best=best, since=since)
+        self.state = candidates.model_copy(update={"best": best, "since": since})
         return name in top and self._settings.keep_best > 0
 
     @property

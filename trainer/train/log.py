@@ -21,8 +21,8 @@ METRICS = "metrics.jsonl"
 @dataclass(frozen=True)
 class StepMetrics:
     """One optimizer step. loss: weighted total; losses, acc: per depth, acc over every slot the mask admits (a token
-    off the draft vocabulary is a miss); taught: slots in the loss; grad_norm: before it is clipped; skipped: a spike,
-    so the weights stayed."""
+    off the draft vocabulary is a miss); taught: slots in the loss, without which the weights stayed; grad_norm: before
+    it is clipped; skipped: a spike, so the weights stayed."""
 
     step: int
     loss: float
@@ -81,7 +81,7 @@ class RunLog:
             "gradient norm": _norm_text(metrics.grad_norm, self._clip),
         }
         self._progress.advance(1, **shown)
-        if self._tracked is not None:
+        if self._tracked is not None and metrics.taught:
             names = ("loss", "lr", "grad_norm", "tokens_per_s", "data_wait_fraction")
             values = {f"train/{name}": getattr(metrics, name) for name in names}
             values |= {f"train/acc@{depth}": acc for depth, acc in enumerate(metrics.acc, 1)}
@@ -168,6 +168,11 @@ class Curves:
     skipped: int = 0
 
     @property
+    def taught(self) -> list[dict[str, Any]]:
+        """The steps that taught something: the loss of another is zero, and no measure."""
+        return [step for step in self.steps if step.get("taught") != 0]
+
+    @property
     def seconds(self) -> float:
         """What its steps took."""
         return sum(step_seconds(step) for step in self.steps)
@@ -178,13 +183,11 @@ class Curves:
         waited = sum(step_seconds(step) * step["data_wait_fraction"] for step in self.steps)
         return waited / self.seconds if self.seconds else 0.0
 
-    def best(self) -> dict[str, Any] | None:
-        """The validation with the least loss."""
-        return min(self.validations, key=_loss, default=None)
-
     def overfit(self, step: int) -> str | None:
-        """What to say of the weights after ``step`` steps where an earlier validation was better; else None."""
+        """What to say of the weights after ``step`` steps where an earlier validation of the same text was better; else
+        None."""
         until = [one for one in self.validations if one["step"] <= step]
+        until = [one for one in until if one.get("text") == until[-1].get("text")]
         best = min(until, key=_loss, default=None)
         if best is None or _loss(until[-1]) <= OVERFIT * _loss(best):
             return None

@@ -133,10 +133,10 @@ def _value_text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class TrainReport:
-    """How a run ended. loss, acc: of the last step; validation: the last one (`step.validate`), empty without a
-    validation split; validation_samples: of the store; best_checkpoint: None where it was not kept; skipped_steps: loss
-    spikes. was_finished: there was nothing left to do. ``forecast``: the members of the `Forecast` that was made before
-    the first step."""
+    """How a run ended. loss, acc: of the last step that taught; validation: the last one (`step.validate`), empty
+    without a validation split; validation_samples: of the store; best_checkpoint: None where it was not kept;
+    skipped_steps: loss spikes. was_finished: there was nothing left to do. ``forecast``: the members of the `Forecast`
+    that was made before the first step."""
 
     run: Path
     checkpoint: Path
@@ -221,7 +221,7 @@ def _run(options: TrainOptions, group: ProcessGroup) -> TrainReport:
             logged = read_curves(state.path)
             if logged.validations:
                 state.validation = {name: value for name, value in logged.validations[-1].items() if name != "step"}
-            return _report(state, logged.steps[-1] if logged.steps else {}, began, was_finished=True)
+            return _report(state, logged.taught[-1] if logged.taught else {}, began, was_finished=True)
         estimate = print_summary(state) if group.is_first else None
         if state.device.type == "cuda":
             walk_largest(state)
@@ -240,7 +240,7 @@ def _train(state: TrainState, drain: Drain, began: float, mirror: Mirror | None)
         log = RunLog(state.path, total, start=state.step, clip=state.config.optim.clip, tracked=tracked, writes=writes)
     with log, closing(steps(state)) as each:
         for batch, metrics in each:
-            last = metrics.__dict__
+            last = metrics.__dict__ if metrics.taught else last
             if state.begun is not None:
                 log.epoch(state.step, state.begun, len(state.batches.sample_ids))
                 state.begun = None

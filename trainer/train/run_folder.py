@@ -587,9 +587,10 @@ def branch(earlier: Path, run: Path) -> None:
 
 
 def _copy_files(source: Path, out: Path, left_out: Set[str] = frozenset()) -> None:
-    """Copy a folder's files but hidden ones. ``shutil.copytree`` would go on after an error, and not say its number."""
+    """Copy a folder's files but hidden ones and what of the folder itself is ``left_out``. ``shutil.copytree`` would go
+    on after an error, and not say its number."""
     for path in tree_files(source):
         name = path.relative_to(source)
-        if left_out.isdisjoint(name.parts) and not any(part.startswith(".") for part in name.parts):
+        if name.parts[0] not in left_out and not any(part.startswith(".") for part in name.parts):
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, out / name)

@@ -79,9 +79,9 @@ def train_step(state: TrainState, batch: GlobalBatch, inputs: Sequence[LossInput
     if not math.isfinite(value):
         raise _not_finite(state, batch, f"loss {value}")
     taught = int(totals.counts.sum())
-    # The loss of a step that teaches nothing is zero, and no measure of others.
+    # Where nothing is taught, the loss of zero is no measure of others, and moments alone would move the weights.
     is_accepted = not taught or state.spikes.accepts(value)
-    lr, norm = state.optimizer.step(state.step, update=is_accepted)
+    lr, norm = state.optimizer.step(state.step, update=is_accepted and taught > 0)
     if not math.isfinite(norm):
         raise _not_finite(state, batch, f"gradient norm {norm}")
     if state.spikes.is_persistent:

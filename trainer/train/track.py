@@ -43,7 +43,7 @@ class TensorBoard:
     def __init__(self, run: TrackedRun) -> None:
         _require("tensorboard")
         board = import_module("torch.utils.tensorboard")
-        self._writer = board.SummaryWriter(str(run.path / "tensorboard"), purge_step=run.start)
+        self._writer = board.SummaryWriter(str(run.path / "tensorboard"), purge_step=run.start + 1)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
