@@ -8,6 +8,7 @@ not know, and rules that split text before the merges, which it takes to be GPT-
 import hashlib
 import json
 import os
+import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping
@@ -30,9 +31,10 @@ RECORD_FILE = "gguf.json"
 """What a converted folder says of its origin: file, digest, and tensors by their form of quantisation."""
 _OF_BYTES = "gpt2"
 """What llama.cpp calls vocabularies of bytes and their merges."""
-_CONVERSION = 2
+_CONVERSION = 3
 """Counts up with what a conversion writes, so that older ones in the cache are not taken for it."""
 _BLOCK, _BLOCKS = 4096, 16
+_MOST_NAMED = 4
 _DTYPES = {"F32": "float32", "F16": "float16"}
 
 # Rules that split text before the merges, by llama.cpp's names for them; as in the tokenizer.json of these models.
@@ -216,6 +218,7 @@ def _write_model(path: Path, reader: "GGUFReader", forms: Mapping[str, int], out
         absent = sorted({*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])})
         if absent:
             raise _unreadable(path, f"lacks {', '.join(absent[:4])} ({len(absent)} in all)")
+        _require_all_read(path, reader, model)
         config = type(model.config).from_dict(
             {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
         )
@@ -229,6 +232,33 @@ def _write_model(path: Path, reader: "GGUFReader", forms: Mapping[str, int], out
         plain.tie_weights()
         plain.generation_config = model.generation_config
         plain.to(dtype).save_pretrained(out)
+
+
+def _require_all_read(path: Path, reader: "GGUFReader", model: Any) -> None:
+    """Refuse tensors that nothing of the model was made from: the reader leaves out what its config has no place for,
+    such as the biases of a Llama. Counted by their values, as it joins, splits and renames tensors."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    layers = model.config.num_hidden_layers
+    # Blocks behind the last draft tokens, and are no part of the text model.
+    sizes = {
+        tensor.name: int(tensor.n_elements)
+        for tensor in reader.tensors
+        if not (block := re.match(r"blk\.(\d+)\.", tensor.name)) or int(block[1]) < layers
+    }
+    weights = model.state_dict()
+    # Tied weights are one tensor of the file.
+    surplus = sum(sizes.values()) - sum({tensor.data_ptr(): tensor.numel() for tensor in weights.values()}.values())
+    if surplus <= 0:
+        return
+    kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
+    names = get_tensor_name_map(kinds[_architecture(reader)], layers)
+    read = {names.get_name(name, try_suffixes=(".weight", ".bias")) for name in weights}
+    # Tensors that were joined have no name of the model's either, and are larger.
+    unread = [name for name, size in sizes.items() if name not in read and size <= surplus]
+    shown = ", ".join(unread[:_MOST_NAMED]) or "tensors without a name in the model"
+    message = f"holds {shown} ({surplus:,} values in all), which transformers' reader drops"
+    raise _unreadable(path, message, "name the checkpoint it was made from")
 
 
 def _tokenizer_beside(path: Path) -> Path | None:

@@ -28,7 +28,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_gguf(
-    path: Path, form: str = "BF16", pre: str = "gpt-2", without: str = "", scaling: str = "", **fields: Any
+    path: Path,
+    form: str = "BF16",
+    pre: str = "gpt-2",
+    without: str = "",
+    scaling: str = "",
+    biases: tuple[str, ...] = (),
+    **fields: Any,
 ) -> Path:
     """The bundled target as llama.cpp's converter writes a Llama: pairs of rotary channels side by side."""
     config, tokenizer = AutoConfig.from_pretrained(TARGET_DIR), AutoTokenizer.from_pretrained(TARGET_DIR)
@@ -59,6 +65,8 @@ def write_gguf(
     if scaling:
         writer.add_string("llama.rope.scaling.type", scaling)
         writer.add_tensor("rope_freqs.weight", np.ones(16, dtype=np.float32))
+    for name in biases:
+        writer.add_tensor(name, np.ones(config.hidden_size, dtype=np.float32))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, tensor in load_file(TARGET_DIR / "model.safetensors").items():
@@ -212,6 +220,10 @@ def test_folders_and_hub_ids_stay_what_they_are(tmp_path: Path) -> None:
         ({"without": "blk.2.ffn_up.weight"}, r"lacks model\.layers\.2\.mlp\.up_proj\.weight"),
         ({"rope__scaling__factor": 8}, r"stretches its rotary frequencies \(llama\.rope\.scaling\.factor\)"),
         ({"scaling": "none"}, r"stretches its rotary frequencies \(rope_freqs\.weight\)"),
+        (
+            {"biases": ("blk.1.attn_q.bias", "blk.3.attn_q.bias")},
+            r"holds blk\.1\.attn_q\.bias, blk\.3\.attn_q\.bias \(384 values in all\), which transformers' reader drops",
+        ),
         ({"attention__sliding_window": 512}, r"says llama\.attention\.sliding_window=512"),
         ({"attention__key_length": 64}, r"says llama\.attention\.key_length=64"),
     ],
