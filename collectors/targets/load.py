@@ -306,4 +306,6 @@ def _close(states: Tensor, expected: Tensor, model_dtype: torch.dtype) -> bool:
     # Half-precision models round their logits to 8 or 11 bits; the bundle keeps fp32.
     tolerance = 1e-4 if model_dtype == torch.float32 else 2e-2
     states, expected = states.float(), expected.float()
-    return bool((states - expected).abs().max() <= tolerance * expected.abs().max().clamp_min(1e-6))
+    return states.shape == expected.shape and bool(
+        (states - expected).abs().max() <= tolerance * expected.abs().max().clamp_min(1e-6)
+    )

@@ -89,6 +89,8 @@ def find_parts(model: nn.Module, config: Any) -> Parts:
     blocks = _module(backbone, family.blocks, model_type)
     if not isinstance(blocks, nn.ModuleList) or len(blocks) != config.num_hidden_layers:
         raise unsupported(model_type, f"{family.blocks} is no list of {config.num_hidden_layers} decoder blocks")
+    if not isinstance(getattr(norm, "weight", None), Tensor):
+        raise unsupported(model_type, f"{type(norm).__name__} has no weight")
     one, other = lm_head.weight, embeddings.weight
     # Tensors on the meta device all begin at address 0.
     tied = one is other or (one.device.type != "meta" and one.data_ptr() == other.data_ptr())

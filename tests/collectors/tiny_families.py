@@ -152,6 +152,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2Config", {}),
     "stablelm": ("StableLmConfig", {}),
     "gemma4": ("Gemma4TextConfig", _HEAD),
+    "nanochat": ("NanoChatConfig", {}),
+    "deepseek-v4": (
+        "DeepseekV4Config",
+        {
+            **{**_HEAD, **_ROUTED, "q_lora_rank": 24, "qk_rope_head_dim": 8, "o_lora_rank": 16, "o_groups": 2},
+            **{"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4, "num_hash_layers": 0},
+        },
+    ),
 }
 
 
