@@ -152,6 +152,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2Config", {}),
     "stablelm": ("StableLmConfig", {}),
     "gemma4": ("Gemma4TextConfig", _HEAD),
+    "paligemma": (
+        "PaliGemmaConfig",
+        {
+            "text_config": {**_TEXT, **_HEAD, "model_type": "gemma"},
+            "vision_config": {**_VISION, "model_type": "siglip_vision_model"},
+            **{"image_token_index": 95, "projection_dim": WIDTH, "tie_word_embeddings": True},
+        },
+    ),
     "nanochat": ("NanoChatConfig", {}),
     "deepseek-v4": (
         "DeepseekV4Config",
@@ -166,7 +174,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 def more_config(family: str) -> Any:
     """The config of a family of ``TEXT``, ``WITH_VISION`` or ``REFUSED``."""
     name, settings = {**TEXT, **REFUSED, **WITH_VISION}[family]
-    return getattr(hf, name)(**(settings if family in WITH_VISION else _TEXT | settings))
+    return getattr(hf, name)(**(settings if "text_config" in settings else _TEXT | settings))
 
 
 # transformers 4 spells the rotary embedding of the first two otherwise; the kernels of the third are asked for by name.
