@@ -8,9 +8,11 @@ it; a template that strips old thoughts has none.
 Shapes: T tokens of one conversation, n turns. Text ranges [start, end) count characters, token spans tokens.
 """
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -250,6 +252,23 @@ def read_template(file: str | Path | None) -> str | None:
     return text
 
 
+def _with_arguments_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Messages whose calls give their arguments as JSON text, which a row's may have been."""
+
+    def as_text(call: dict[str, Any]) -> dict[str, Any]:
+        function = call.get("function")
+        if not isinstance(function, dict) or isinstance(function.get("arguments"), str | None):
+            return call
+        return call | {"function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+    return [
+        {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
 class ChatTemplate:
     """Renders and tokenises conversations and says what of them is supervised. Pickled to worker processes. ``end_ids``
     end an answer of the target; ``date`` is the day that is today for a template that asks, None for others. Raises
@@ -306,15 +325,23 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self.text_for(conversation.tools)
+        render = partial(
+            render_jinja_template,
+            tools=conversation.tools,
+            chat_template=template,
+            return_assistant_tokens_mask=self.is_tagged,
+            add_generation_prompt=prompt,
+            **{**self._special, **conversation.template_kwargs},
+        )
+        messages = with_known_reasoning(conversation.messages[:count], template)
         with limited_rendering(conversation.location):
-            texts, ranges = render_jinja_template(
-                conversations=[with_known_reasoning(conversation.messages[:count], template)],
-                tools=conversation.tools,
-                chat_template=template,
-                return_assistant_tokens_mask=self.is_tagged,
-                add_generation_prompt=prompt,
-                **{**self._special, **conversation.template_kwargs},
-            )
+            try:
+                texts, ranges = render(conversations=[messages])
+            except TypeError:
+                # DeepSeek's templates join arguments to other text, most others take them for an object.
+                if (texted := _with_arguments_as_text(messages)) == messages:
+                    raise
+                texts, ranges = render(conversations=[texted])
         return texts[0], [tuple(pair) for pair in ranges[0]] if ranges else []
 
     def prompt_ids(self, conversation: Conversation) -> list[int]:

@@ -256,11 +256,14 @@ def _stays_fp32(backbone: nn.Module, name: str, dtype: torch.dtype) -> bool:
 
 
 def _build_rotary(backbone: nn.Module, config: Any, device: torch.device) -> None:
-    """Modules that hold no weights but computed buffers, which a model of empty tensors lacks, are made again."""
-    for name, module in list(backbone.named_children()):
+    """Modules that hold no weights but computed buffers, which a model of empty tensors lacks, are made again: one for
+    all blocks, or a list of them with a config each (Granite SWA's, by base frequency)."""
+    lists = [child for child in backbone.children() if isinstance(child, nn.ModuleList)]
+    children = [(parent, name, module) for parent in (backbone, *lists) for name, module in parent.named_children()]
+    for parent, name, module in children:
         if "rotary" in type(module).__name__.lower():
             try:
-                setattr(backbone, name, type(module)(config).to(device))
+                setattr(parent, name, type(module)(getattr(module, "config", config)).to(device))
             except Exception as error:  # as in ``text_config``
                 raise _unsupported(config.model_type, f"{type(module).__name__}: {first_line(error)}") from error
 

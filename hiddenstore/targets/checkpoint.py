@@ -100,9 +100,10 @@ def unreadable(folder: TargetFolder, detail: str) -> ConfigError:
     return ConfigError(problem, kind=Kind.TARGET_UNREADABLE, hint="--engine hf, which reads what transformers can")
 
 
-def require_applied(folder: TargetFolder, hint: str) -> None:
-    """Refuse, before any weights are read, a checkpoint whose quantisation transformers would leave out or cannot apply
-    here: ConfigError ``quantisation-unsupported``."""
+def require_applied(folder: TargetFolder, hint: str, is_decoded: bool = False) -> None:
+    """Refuse, before any weights are read, a checkpoint whose quantisation transformers would leave out, cannot apply
+    here, or would decode otherwise than it was written (``is_decoded``: it is told to decode): ConfigError
+    ``quantisation-unsupported``."""
     from transformers.quantizers.auto import AutoHfQuantizer
 
     stated, path = folder.quantisation or {}, folder.file(QUANTISATION_FILE)
@@ -111,7 +112,9 @@ def require_applied(folder: TargetFolder, hint: str) -> None:
     with suppress(ValueError):
         is_known = bool(stated) and AutoHfQuantizer.supports_quant_method(stated)
     if is_known:
-        _require_packages(folder, stated, hint)
+        settings = _applied_settings(folder, stated, hint)
+        if is_decoded or getattr(settings, "dequantize", False):
+            _require_whole_blocks(folder, getattr(settings, "weight_block_size", None), hint)
         return
     if path is not None and not stated:
         document = read_object(path) or {}
@@ -128,13 +131,36 @@ def require_applied(folder: TargetFolder, hint: str) -> None:
         )
 
 
-def _require_packages(folder: TargetFolder, stated: Mapping[str, Any], hint: str) -> None:
+def _applied_settings(folder: TargetFolder, stated: Mapping[str, Any], hint: str) -> Any:
+    """The quantisation's settings as transformers changes them for this machine."""
     from transformers.quantizers.auto import AutoHfQuantizer
 
     try:
-        AutoHfQuantizer.from_config(dict(stated), pre_quantized=True).validate_environment(device_map=None)
+        quantizer = AutoHfQuantizer.from_config(dict(stated), pre_quantized=True)
+        quantizer.validate_environment(device_map=None)
     except Exception as error:  # every method checks its own packages and devices, and a config may hold anything
         raise inapplicable(folder, error, f"install what it names; {hint}") from error
+    return quantizer.quantization_config
+
+
+def _require_whole_blocks(folder: TargetFolder, sides: Sequence[int] | None, hint: str) -> None:
+    """Refuse fp8 matrices whose last block is cut, as in DeepSeek-V3's ``kv_a_proj_with_mqa``. transformers 5.23
+    (``Fp8Dequantize`` of ``integrations/finegrained_fp8.py``) divides a side by the number of its blocks, which then
+    is not the side of one."""
+    if not sides:
+        return
+    paths = [path for name in weight_files(folder) if (path := folder.file(name)) is not None]
+    # Damage is named by whoever reads the weights.
+    for path in (path for path in paths if fault_of(path) is None):
+        for name, entry in read_header(path)[0].items():
+            edges = zip(entry["shape"][-2:], sides, strict=False)
+            if entry["dtype"] == "F8_E4M3" and any(size > side and size % side for size, side in edges):
+                matrix = f"{name} {entry['shape']} ends inside its blocks of {list(sides)}"
+                raise ConfigError(
+                    f"target {folder.label} is quantised (fp8), and {matrix}, which transformers decodes wrongly",
+                    kind=Kind.QUANTISATION_UNSUPPORTED,
+                    hint=f"a GPU that multiplies fp8 (compute capability 8.9 or later); {hint}",
+                )
 
 
 def inapplicable(folder: TargetFolder, error: Exception, hint: str) -> ConfigError:

@@ -55,9 +55,10 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "llama4_text"), LLAMA_LIKE),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe", "minimax", "minimax_m2"), LLAMA_LIKE),
     **dict.fromkeys(("qwen2_5_vl_text", "qwen3_vl_text"), LLAMA_LIKE),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), ONE_PLUS),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "minimax_m3_vl_text"), ONE_PLUS),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), GEMMA),
-    **dict.fromkeys(("granite", "granitemoe", "granitemoehybrid"), GRANITE),
+    **dict.fromkeys(("granite", "granite_swa", "granitemoe", "granitemoeshared"), GRANITE),
+    **dict.fromkeys(("granitemoe_swa", "granitemoehybrid"), GRANITE),
     **dict.fromkeys(("cohere", "cohere2"), COHERE),
     **dict.fromkeys(("bamba", "jamba"), FINAL_LAYERNORM),
     "nemotron_h": Family(final_norm="norm_f", embeddings="embeddings"),
@@ -89,6 +90,8 @@ def find_parts(model: nn.Module, config: Any) -> Parts:
     blocks = _module(backbone, family.blocks, model_type)
     if not isinstance(blocks, nn.ModuleList) or len(blocks) != config.num_hidden_layers:
         raise unsupported(model_type, f"{family.blocks} is no list of {config.num_hidden_layers} decoder blocks")
+    if not isinstance(getattr(norm, "weight", None), Tensor):
+        raise unsupported(model_type, f"{type(norm).__name__} has no weight")
     one, other = lm_head.weight, embeddings.weight
     # Tensors on the meta device all begin at address 0.
     tied = one is other or (one.device.type != "meta" and one.data_ptr() == other.data_ptr())

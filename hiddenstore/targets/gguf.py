@@ -1,17 +1,19 @@
 """Targets in llama.cpp's GGUF, converted once into a folder that every engine reads.
 
 The weights are dequantised by transformers' own reader and kept in bf16 (F32 and F16 files in their own dtype). What
-that reader drops without a word is refused by name: stretched rotary frequencies, fields of the architecture it does
-not know, and rules that split text before the merges, which it takes to be GPT-2's.
+that reader drops without a word is refused by name: stretched rotary frequencies, tensors and fields of the
+architecture it does not know, and rules that split text before the merges, which it takes to be GPT-2's.
 """
 
 import hashlib
 import json
 import os
+import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import redirect_stderr
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,9 +32,10 @@ RECORD_FILE = "gguf.json"
 """What a converted folder says of its origin: file, digest, and tensors by their form of quantisation."""
 _OF_BYTES = "gpt2"
 """What llama.cpp calls vocabularies of bytes and their merges."""
-_CONVERSION = 2
+_CONVERSION = 3
 """Counts up with what a conversion writes, so that older ones in the cache are not taken for it."""
 _BLOCK, _BLOCKS = 4096, 16
+_MOST_NAMED = 4
 _DTYPES = {"F32": "float32", "F16": "float16"}
 
 # Rules that split text before the merges, by llama.cpp's names for them; as in the tokenizer.json of these models.
@@ -52,6 +55,9 @@ _SAME_AS = {
     "attention.sliding_window": "sliding_window",
     "rope.dimension_count": "head_dim",
     "expert_feed_forward_length": "moe_intermediate_size",
+    "vocab_size": "vocab_size",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
 }
 
 
@@ -190,14 +196,24 @@ def _require_whole(path: Path, reader: "GGUFReader", forms: Mapping[str, int]) -
 
 
 def _split_rule(path: Path, reader: "GGUFReader") -> str | None:
-    """The pattern that splits text before the merges; None for GPT-2's, and where the vocabulary has no merges."""
+    """The pattern that splits text before the merges; None for GPT-2's, for one that transformers applies itself, and
+    where the vocabulary has no merges."""
     pre = str(_field(reader, "tokenizer.ggml.pre", "gpt-2"))
     if _field(reader, "tokenizer.ggml.model", "") != _OF_BYTES or _tokenizer_beside(path) is not None:
         return None
-    if pre not in _SPLITS:
+    if pre not in _SPLITS and pre not in _table_of_transformers("gguf_tokenizer_mapping", "GGUF_PRE_TOKENIZER_SPLITS"):
         message = f"splits text by the rule {pre!r}, which transformers' reader takes to be GPT-2's"
         raise _unreadable(path, message, f"put the tokenizer.json of the original beside {path.name}")
-    return _SPLITS[pre]
+    return _SPLITS.get(pre)
+
+
+def _table_of_transformers(module: str, name: str) -> Mapping[str, Any]:
+    """A table of transformers' reader of GGUF files; empty for releases that lack it."""
+    try:
+        table: Mapping[str, Any] = getattr(import_module(f"transformers.integrations.gguf.{module}"), name, {})
+    except ImportError:
+        return {}
+    return table
 
 
 def _write_model(path: Path, reader: "GGUFReader", forms: Mapping[str, int], out: Path) -> None:
@@ -216,6 +232,7 @@ def _write_model(path: Path, reader: "GGUFReader", forms: Mapping[str, int], out
         absent = sorted({*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])})
         if absent:
             raise _unreadable(path, f"lacks {', '.join(absent[:4])} ({len(absent)} in all)")
+        _require_all_read(path, reader, model, report["unexpected_keys"])
         config = type(model.config).from_dict(
             {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
         )
@@ -229,6 +246,35 @@ def _write_model(path: Path, reader: "GGUFReader", forms: Mapping[str, int], out
         plain.tie_weights()
         plain.generation_config = model.generation_config
         plain.to(dtype).save_pretrained(out)
+
+
+def _require_all_read(path: Path, reader: "GGUFReader", model: Any, unexpected: Iterable[str]) -> None:
+    """Refuse tensors that nothing of the model was made from, as the biases of a Llama, for which its config has no
+    place; for most architectures transformers reports none (``unexpected``). Counted by their values, for tensors are
+    joined, split and renamed."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    layers = model.config.num_hidden_layers
+    # Blocks behind the last draft tokens, and are no part of the text model.
+    sizes = {
+        tensor.name: int(tensor.n_elements)
+        for tensor in reader.tensors
+        if not (block := re.match(r"blk\.(\d+)\.", tensor.name)) or int(block[1]) < layers
+    }
+    weights = model.state_dict()
+    # Tied weights are one tensor of the file.
+    surplus = sum(sizes.values()) - sum({tensor.data_ptr(): tensor.numel() for tensor in weights.values()}.values())
+    if surplus <= 0:
+        return
+    unread = sorted(unexpected)
+    kinds = [kind for kind, name in MODEL_ARCH_NAMES.items() if name == _architecture(reader)]
+    if kinds and not unread:
+        names = get_tensor_name_map(kinds[0], layers)
+        read = {names.get_name(name, try_suffixes=(".weight", ".bias")) for name in weights}
+        # Tensors that were joined have no name of the model's either, and are larger.
+        unread = [name for name, size in sizes.items() if name not in read and size <= surplus]
+    message = f"holds {', '.join(unread[:_MOST_NAMED])} ({surplus:,} values in all), which transformers' reader drops"
+    raise _unreadable(path, message, "name the checkpoint it was made from")
 
 
 def _tokenizer_beside(path: Path) -> Path | None:
@@ -276,18 +322,46 @@ def _settle(backend: Any) -> None:
 
 def _require_same(path: Path, reader: "GGUFReader", config: Any) -> None:
     """Refuse fields of the architecture that transformers does not read, unless its config says the same anyway."""
-    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
-
-    name = _architecture(reader)
-    read = GGUF_CONFIG_MAPPING.get(config.model_type) or GGUF_CONFIG_MAPPING.get(name) or {}
-    prefix, lost = f"{name}.", []
-    for field in (field for field in reader.fields if field.startswith(prefix)):
-        key, value = field.removeprefix(prefix), reader.fields[field].contents()
-        if read.get(key) is None and _member(config, _SAME_AS.get(key, "")) != value and value not in (0, False):
+    prefix, lost = f"{_architecture(reader)}.", []
+    values = {name: field.contents() for name, field in reader.fields.items() if name.startswith(prefix)}
+    read = _keys_read(_architecture(reader), values, config.model_type)
+    for field, value in values.items():
+        key = field.removeprefix(prefix)
+        if key not in read and _member(config, _SAME_AS.get(key, "")) != value and value not in (0, False):
             lost.append(f"{field}={value}")
     if lost:
         message = f"says {', '.join(lost)}, which transformers' reader drops"
         raise _unreadable(path, message, "name the checkpoint it was made from")
+
+
+def _keys_read(architecture: str, values: Mapping[str, Any], model_type: str) -> set[str]:
+    """The fields of an architecture that transformers makes its config of: those its table maps, or in newer releases
+    those that a function of its own asks for."""
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+    make_config = _table_of_transformers("gguf_config_mapping", "GGUF_CONFIG_ARCHS").get(architecture)
+    if make_config is None:
+        table = GGUF_CONFIG_MAPPING.get(model_type) or GGUF_CONFIG_MAPPING.get(architecture) or {}
+        return {key for key, member in table.items() if member is not None}
+    requests = _Requests(values)
+    make_config(requests, ())
+    return {name.removeprefix(f"{architecture}.") for name in requests.names}
+
+
+class _Requests(dict[str, Any]):
+    """Fields that know which of them were asked for; any other is 0, as the vocabulary here."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return super().get(name, 0)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
 
 
 def _member(config: Any, name: str) -> Any:

@@ -51,7 +51,7 @@ def load_model(folder: TargetFolder, device: "str | torch.device", other_way: st
     if "device_map" in settings and find_spec("accelerate") is None:
         problem = "a target over several devices, or a quantised one, needs accelerate"
         raise ConfigError(problem, kind=Kind.NOT_INSTALLED, hint="pip install 'hiddenstore[hf]'")
-    require_applied(folder, other_way)
+    require_applied(folder, other_way, is_decoded="quantization_config" in settings)
     logging.disable_progress_bar()
     keep_freed_memory()
     settings |= {"revision": folder.revision, "trust_remote_code": folder.trust_remote_code}

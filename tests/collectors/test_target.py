@@ -165,6 +165,26 @@ def test_fp8_blocks_are_loaded_as_the_checkpoint_says(tmp_path: Path) -> None:
     assert engine_target(folder).identity.weights_sha256 == engine_target(expected).identity.weights_sha256
 
 
+@needs_transformers_5
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_an_fp8_matrix_that_ends_inside_a_block_is_refused_where_it_would_be_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool
+) -> None:
+    folder = save_target(tmp_path, dtype=torch.bfloat16)
+    weights = load_file(folder / "model.safetensors")
+    packed = {name: x.to(torch.float8_e4m3fn) if name.endswith("_proj.weight") else x for name, x in weights.items()}
+    save_file(packed, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    quantisation = {"quant_method": "fp8", "weight_block_size": [128, 40], "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantisation}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    with pytest.raises(ConfigError) as caught:
+        load_weights(open_target(str(folder)), LoadOptions(device="cpu"))
+    assert caught.value.kind == "quantisation-unsupported"
+    assert "model.layers.0.mlp.down_proj.weight [64, 96] ends inside its blocks of [128, 40]" in caught.value.message
+
+
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 

@@ -396,6 +396,20 @@ def test_tool_calls_tools_and_reasoning_reach_the_template() -> None:
         assert sample.spans[:, 0].tolist() == [1, 2, 3, 2]
 
 
+@pytest.mark.parametrize("arguments", ['{"a": "ü"}', {"a": "ü"}])
+def test_arguments_reach_a_template_that_joins_them_to_text_as_json(arguments: object) -> None:
+    template = CHATML.replace(
+        "{{ m['content'] }}",
+        "{{ m['content'] }}{% for c in m.tool_calls or [] %}"
+        "{{ '<call>' + c.function.name + ':' + c.function.arguments + '</call>' }}{% endfor %}",
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    messages = [*chat("five?"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    parsed = parse_row(Row("f:1", {"messages": messages}, 1))
+    assert isinstance(parsed, Conversation)
+    assert '<call>add:{"a": "ü"}</call>' in ChatTemplate(tiny_tokenizer(template)).render(parsed)[0]
+
+
 @pytest.mark.parametrize("text", [CHATML, CHATML_TAGGED, LLAMA3])
 @pytest.mark.parametrize("loss_on", ["assistant", "last-turn", "all"])
 def test_a11_the_end_of_an_answer_that_the_limit_cut_is_neither_rendered_nor_supervised(

@@ -75,6 +75,20 @@ TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("GraniteMoeConfig", {**_LOCAL, **_GRANITE}),
     "qwen3-next": ("Qwen3NextConfig", {**_HEAD, **_EXPERTS, **_LINEAR, "shared_expert_intermediate_size": 48}),
     "qwen3.5": ("Qwen3_5TextConfig", {**_HEAD, **_LINEAR}),
+    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**_HEAD, **_EXPERTS, **_LINEAR, "shared_expert_intermediate_size": 48}),
+    "minimax-m3": (
+        "MiniMaxM3VLTextConfig",
+        {
+            **{**_HEAD, **_LOCAL, "dense_intermediate_size": 96, "shared_intermediate_size": 48, "rotary_dim": 8},
+            **{"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 2},
+        },
+    ),
+    "granite-swa": (
+        "GraniteSWAConfig",
+        {**_GRANITE, "sliding_window": WINDOW, "layer_rope_theta": [1e4, 1e3, 0.0, 1e3]},
+    ),
+    "granitemoe-shared": ("GraniteMoeSharedConfig", {**_LOCAL, **_GRANITE, "shared_intermediate_size": 48}),
+    "granitemoe-swa": ("GraniteMoeSWAConfig", {**_LOCAL, **_GRANITE, "sliding_window": WINDOW}),
     "granitemoe-hybrid": (
         "GraniteMoeHybridConfig",
         {**_LOCAL, **_GRANITE, **_MAMBA, "shared_intermediate_size": 48, "layer_types": ["mamba", "attention"] * 2},
@@ -152,13 +166,29 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2Config", {}),
     "stablelm": ("StableLmConfig", {}),
     "gemma4": ("Gemma4TextConfig", _HEAD),
+    "paligemma": (
+        "PaliGemmaConfig",
+        {
+            "text_config": {**_TEXT, **_HEAD, "model_type": "gemma"},
+            "vision_config": {**_VISION, "model_type": "siglip_vision_model"},
+            **{"image_token_index": 95, "projection_dim": WIDTH, "tie_word_embeddings": True},
+        },
+    ),
+    "nanochat": ("NanoChatConfig", {}),
+    "deepseek-v4": (
+        "DeepseekV4Config",
+        {
+            **{**_HEAD, **_ROUTED, "q_lora_rank": 24, "qk_rope_head_dim": 8, "o_lora_rank": 16, "o_groups": 2},
+            **{"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4, "num_hash_layers": 0},
+        },
+    ),
 }
 
 
 def more_config(family: str) -> Any:
     """The config of a family of ``TEXT``, ``WITH_VISION`` or ``REFUSED``."""
     name, settings = {**TEXT, **REFUSED, **WITH_VISION}[family]
-    return getattr(hf, name)(**(settings if family in WITH_VISION else _TEXT | settings))
+    return getattr(hf, name)(**(settings if "text_config" in settings else _TEXT | settings))
 
 
 # transformers 4 spells the rotary embedding of the first two otherwise; the kernels of the third are asked for by name.
@@ -168,7 +198,9 @@ MORE = [
     for family, (name, _) in {**TEXT, **WITH_VISION}.items()
     if hasattr(hf, name) and not (hf.__version__.startswith("4.") and family in _OTHERWISE_IN_4)
 ]
-RUNNING_STATE = ("minimax", "qwen3-next", "qwen3.5", "granitemoe-hybrid", "bamba", "jamba", "nemotron-h", "lfm2")
+RUNNING_STATE = (
+    *("minimax", "qwen3-next", "qwen3.5", "qwen3.5-moe", "granitemoe-hybrid", "bamba", "jamba", "nemotron-h", "lfm2"),
+)
 """Families with layers that fold the text into a state, from which no token can be taken back."""
 
 IN_VLLM = ("qwen3-moe", "gpt-oss")

@@ -2,7 +2,9 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import gguf
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import decoders, normalizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma2Config, GenerationConfig, Lfm2Config
 
 from collectors.demo import TARGET_DIR
 from hiddenstore.errors import ConfigError, NotFoundError, StorageError
@@ -18,6 +20,7 @@ from hiddenstore.targets import gguf as module
 from hiddenstore.targets.folder import open_target
 from hiddenstore.targets.gguf import RECORD_FILE, target_folder
 
+LFM2 = Lfm2Config()
 TEXTS = ["What does `json.dumps` do?\n\n  It's 12345 times.", "naïve café 漢字 🙂\t<|user|>hi"]
 
 
@@ -28,7 +31,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_gguf(
-    path: Path, form: str = "BF16", pre: str = "gpt-2", without: str = "", scaling: str = "", **fields: Any
+    path: Path,
+    form: str = "BF16",
+    pre: str = "gpt-2",
+    without: str = "",
+    scaling: str = "",
+    biases: tuple[str, ...] = (),
+    **fields: Any,
 ) -> Path:
     """The bundled target as llama.cpp's converter writes a Llama: pairs of rotary channels side by side."""
     config, tokenizer = AutoConfig.from_pretrained(TARGET_DIR), AutoTokenizer.from_pretrained(TARGET_DIR)
@@ -59,6 +68,8 @@ def write_gguf(
     if scaling:
         writer.add_string("llama.rope.scaling.type", scaling)
         writer.add_tensor("rope_freqs.weight", np.ones(16, dtype=np.float32))
+    for name in biases:
+        writer.add_tensor(name, np.ones(config.hidden_size, dtype=np.float32))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, tensor in load_file(TARGET_DIR / "model.safetensors").items():
@@ -208,10 +219,14 @@ def test_folders_and_hub_ids_stay_what_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"pre": "tekken"}, "splits text by the rule 'tekken'"),
+        ({"pre": "poro-chat"}, "splits text by the rule 'poro-chat'"),
         ({"without": "blk.2.ffn_up.weight"}, r"lacks model\.layers\.2\.mlp\.up_proj\.weight"),
         ({"rope__scaling__factor": 8}, r"stretches its rotary frequencies \(llama\.rope\.scaling\.factor\)"),
         ({"scaling": "none"}, r"stretches its rotary frequencies \(rope_freqs\.weight\)"),
+        (
+            {"biases": ("blk.1.attn_q.bias", "blk.3.attn_q.bias")},
+            r"holds blk\.1\.attn_q\.bias, blk\.3\.attn_q\.bias \(384 values in all\), which transformers' reader drops",
+        ),
         ({"attention__sliding_window": 512}, r"says llama\.attention\.sliding_window=512"),
         ({"attention__key_length": 64}, r"says llama\.attention\.key_length=64"),
     ],
@@ -228,10 +243,44 @@ def test_a_field_that_says_what_the_config_says_is_no_loss(tmp_path: Path) -> No
     assert Path(target_folder(str(write_gguf(tmp_path / "small.gguf", attention__key_length=32)))).is_dir()
 
 
-def test_the_rule_of_another_family_splits_as_its_own_tokenizer(tmp_path: Path) -> None:
-    folder = target_folder(str(write_gguf(tmp_path / "small.gguf", pre="smollm")))
-    pieces = AutoTokenizer.from_pretrained(folder).backend_tokenizer.pre_tokenizer.pre_tokenize_str("a 120 it's")
-    assert [piece for piece, _ in pieces] == ["a", "Ġ", "1", "2", "0", "Ġit", "'s"]
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("smollm", ["a", "Ġ", "1", "2", "0", "Ġit", "'s", "ĠaB"]),
+        # A capital within a word begins another.
+        ("tekken", ["a", "Ġ", "1", "2", "0", "Ġit", "'s", "Ġa", "B"]),
+    ],
+)
+def test_the_rule_of_another_family_splits_as_its_own_tokenizer(tmp_path: Path, pre: str, expected: list[str]) -> None:
+    folder = target_folder(str(write_gguf(tmp_path / "small.gguf", pre=pre)))
+    pieces = AutoTokenizer.from_pretrained(folder).backend_tokenizer.pre_tokenizer.pre_tokenize_str("a 120 it's aB")
+    assert [piece for piece, _ in pieces] == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture", "fields", "lost"),
+    [
+        (Gemma2Config(), "gemma2", {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, None),
+        (Gemma2Config(), "gemma2", {"final_logit_softcapping": 20.0}, "final_logit_softcapping=20.0"),
+        (
+            LFM2,
+            "lfm2",
+            {"attention.head_count_kv": [0, 8], "shortconv.l_cache": 3, "vocab_size": LFM2.vocab_size},
+            None,
+        ),
+        (LFM2, "lfm2", {"attention.head_count_kv": [0, 8], "attention.scale": 0.5}, "attention.scale=0.5"),
+    ],
+)
+def test_fields_are_lost_where_neither_the_reader_nor_its_config_knows_them(
+    config: Any, architecture: str, fields: dict[str, Any], lost: str | None
+) -> None:
+    values = {"general.architecture": architecture} | {f"{architecture}.{name}": fields[name] for name in fields}
+    reader: Any = SimpleNamespace(fields={name: Mock(**{"contents.return_value": values[name]}) for name in values})
+    if lost is None:
+        module._require_same(Path("a.gguf"), reader, config)
+    else:
+        with pytest.raises(ConfigError, match=rf"says {architecture}\.{lost}, which"):
+            module._require_same(Path("a.gguf"), reader, config)
 
 
 def test_the_rules_of_a_tokenizer_are_of_the_file_and_not_of_the_release_that_read_it(tmp_path: Path) -> None:
@@ -248,7 +297,7 @@ def test_the_rules_of_a_tokenizer_are_of_the_file_and_not_of_the_release_that_re
 
 
 def test_a_tokenizer_beside_the_file_wins(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "small.gguf", pre="tekken")
+    path = write_gguf(tmp_path / "small.gguf", pre="poro-chat")
     (tmp_path / "tokenizer.json").write_bytes((TARGET_DIR / "tokenizer.json").read_bytes())
     one, other = (AutoTokenizer.from_pretrained(at) for at in (target_folder(str(path)), TARGET_DIR))
     assert one(TEXTS).input_ids == other(TEXTS).input_ids

@@ -19,7 +19,9 @@ from hiddenstore.targets.folder import open_target
 from tests.collectors.tiny import LAYERS, VOCAB, WIDTH, save_target, tiny_target
 
 ALL_LAYERS = tuple(range(-1, LAYERS))
-REBUILT_FAMILIES = ["llama", "mistral", "phi3", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "cohere", "olmo2"]
+REBUILT_FAMILIES = [
+    *("llama", "mistral", "phi3", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "granite-swa", "cohere", "olmo2"),
+]
 
 
 def blocks_of(folder: Path, layers: range = range(LAYERS)) -> TargetBlocks:
