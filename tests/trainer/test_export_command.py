@@ -28,7 +28,7 @@ def test_the_table_fits_a_terminal_and_gives_the_reason_of_every_no() -> None:
     assert engines[:4] == ["vllm", "sglang", "trtllm", "llamacpp"]
     rows = {line.split()[0]: line.split()[1:] for line in lines[2 : 2 + len(words())]}
     assert list(rows) == list(words())
-    assert {row[0] for row in rows.values()} <= {"ran", "names"}
+    assert all({"ran", "names"} & {*row} for row in rows.values()), "a drafter that no engine reads"
     llamacpp = [rows[drafter][3] for drafter in ("eagle1", "eagle3", "eagle3.1", "dflash", "medusa")]
     assert llamacpp == ["no", "ran", "no", "ran", "no"]
     trtllm = [rows[drafter][2] for drafter in ("eagle1", "eagle3", "eagle3.1", "dflash", "medusa")]
