@@ -25,7 +25,7 @@ from trainer.evaluate.simulate import evaluate
 from trainer.train import checkpoint
 from trainer.train import loop as loop_module
 from trainer.train.guard import ENOUGH, MOST_IN_A_ROW, WINDOW, BestCheckpoints, BestState, SpikeGuard
-from trainer.train.log import read_curves
+from trainer.train.log import Curves, read_curves
 from trainer.train.loop import train
 from trainer.train.run_folder import branch, load_drafter
 
@@ -276,6 +276,19 @@ def test_validations_of_other_text_are_not_compared(
     assert "was 8.000 at step 4 " in (read_curves(run).overfit(6) or "")
     assert read_curves(run).overfit(4) is None
     assert "was 2.000 at step 1 " in (read_curves(run).overfit(3) or "")
+
+
+def test_validations_of_a_program_that_named_no_text_are_those_of_the_next_one() -> None:
+    standing = BestCheckpoints(LoopConfig(keep_best=1, patience=2), BestState(best={"step-2": 5.0}, since=1))
+    assert not standing.add(14, {"loss": 6.0, "text": "whole"})
+    assert standing.state == BestState(text="whole", best={"step-2": 5.0}, since=2)
+    assert standing.is_out_of_patience
+    assert standing.add(16, {"loss": 7.0, "text": "part"})
+    assert standing.names == ["step-16"]
+    older, whole, part = {"step": 2, "loss": 5.0}, {"step": 14, "text": "whole"}, {"step": 16, "text": "part"}
+    curves = Curves(validations=[older, {**whole, "loss": 6.0}, {**part, "loss": 7.0}])
+    assert "was 5.000 at step 2 " in (curves.overfit(14) or "")
+    assert curves.overfit(16) is None
 
 
 def test_a_validation_that_is_no_number_uses_up_patience_and_keeps_no_checkpoint_from_being_written() -> None:

@@ -33,7 +33,8 @@ class BestState(Document):
 
 class BestCheckpoints:
     """Ranks every validation once. Values of another measure than the settings name are forgotten, and those of another
-    part of the split than the last one's: a resume may have changed ``train.validation_tokens``."""
+    part of the split than the last one's: a resume may have changed ``train.validation_tokens``. A state that names no
+    text, as of a program that named none, is one of the text validated next."""
 
     def __init__(self, settings: LoopConfig, state: BestState | None = None) -> None:
         self._settings = settings
@@ -46,8 +47,10 @@ class BestCheckpoints:
         value = validation.get(self._settings.best_by)
         if value is None:
             return False
-        if (text := validation.get("text")) != self.state.text:
-            self.state = BestState(by=self._settings.best_by, text=text)
+        text = validation.get("text")
+        if self.state.text not in (None, text):
+            self.state = BestState(by=self._settings.best_by)
+        self.state = self.state.model_copy(update={"text": text})
         if not isfinite(value):
             self.state = self.state.model_copy(update={"since": self.state.since + 1})
             return False

@@ -187,7 +187,9 @@ class Curves:
         """What to say of the weights after ``step`` steps where an earlier validation of the same text was better; else
         None."""
         until = [one for one in self.validations if one["step"] <= step]
-        until = [one for one in until if one.get("text") == until[-1].get("text")]
+        # Validations of a program that named no text are of the first one named, as `BestCheckpoints` takes them.
+        first = next((text for one in until if (text := one.get("text"))), None)
+        until = [one for one in until if one.get("text", first) == until[-1].get("text", first)]
         best = min(until, key=_loss, default=None)
         if best is None or _loss(until[-1]) <= OVERFIT * _loss(best):
             return None
