@@ -374,14 +374,14 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 def accepted_lengths(logs: Mapping[str, Curves]) -> tuple[int | None, dict[str, float]]:
     """The last step at which all runs that validated an accepted length did over the same text, and what each had
-    there; None and the last of each where there is no such step. The greatest of each would favour who validates most
-    often."""
+    there; None and the last of each where there is no such step. A validation that names no text is known to be of no
+    other's. The greatest of each would favour who validates most often."""
     of_runs = {
         name: {one["step"]: one for one in rows}
         for name, curves in logs.items()
         if (rows := [one for one in curves.validations if one["accepted_length"] is not None])
     }
-    texts = [{(step, one.get("text")) for step, one in by_step.items()} for by_step in of_runs.values()]
+    texts = [{(step, one["text"]) for step, one in by_step.items() if "text" in one} for by_step in of_runs.values()]
     step = max((step for step, _ in set.intersection(*texts)), default=None) if texts else None
     return step, {
         name: by_step[max(by_step) if step is None else step]["accepted_length"] for name, by_step in of_runs.items()
@@ -407,7 +407,7 @@ def _result(
     if len({read_state(info.checkpoint).cursor["snapshot"] for info in runs}) > 1:
         verdicts.append(Verdict("look", "they were trained on different samples"))
     if len(lengths) > 1 and step is None:
-        text = "they were validated at no step over the same text: lengths do not compare"
+        text = "no step is known at which they were validated over the same text: lengths do not compare"
         verdicts.append(Verdict("unknown", f"{text}; hiddenstore eval RUN STORE of each on one store does"))
     elif len(lengths) > 1:
         first, second = sorted(lengths, key=lambda name: -lengths[name])[:2]

@@ -171,7 +171,7 @@ def test_runs_compare_where_they_validated_the_same_samples_in_whatever_order_or
     assert "different samples" not in text
     assert figures.keys() >= {"longest accepted at step 2", "by"}
     text, figures = compared("part", "other")
-    assert "at no step over the same text: lengths do not compare" in text
+    assert "no step is known at which they were validated over the same text: lengths do not compare" in text
     assert "tokens per target forward" not in text
     assert not figures.keys() & {"longest accepted at step 2", "by"}
 
@@ -186,7 +186,8 @@ def test_the_page_of_a_run_has_the_accepted_lengths_of_its_validations_by_step(r
 
 def test_accepted_lengths_are_compared_at_the_last_step_that_all_runs_validated() -> None:
     def curves(lengths: dict[int, float | None]) -> Curves:
-        return Curves(validations=[{"step": step, "accepted_length": length} for step, length in lengths.items()])
+        of_text = {"text": "whole"}
+        return Curves(validations=[{"step": at, "accepted_length": one, **of_text} for at, one in lengths.items()])
 
     often, seldom = curves({10: 2.0, 20: 1.5, 30: None}), curves({20: 1.6, 40: 1.9})
     assert accepted_lengths({"often": often, "seldom": seldom, "never": Curves()}) == (
@@ -198,6 +199,13 @@ def test_accepted_lengths_are_compared_at_the_last_step_that_all_runs_validated(
     apart = curves({15: 1.7})
     assert accepted_lengths({"apart": apart, "seldom": seldom}) == (None, {"apart": 1.7, "seldom": 1.9})
     assert accepted_lengths({"never": Curves()}) == (None, {})
+
+
+def test_accepted_lengths_of_validations_that_name_no_text_are_not_compared() -> None:
+    older = Curves(validations=[{"step": 20, "accepted_length": 1.5}])
+    newer = Curves(validations=[{"step": 20, "accepted_length": 1.6, "text": "whole"}])
+    for other, length in ((older, 1.5), (newer, 1.6)):
+        assert accepted_lengths({"older": older, "other": other}) == (None, {"older": 1.5, "other": length})
 
 
 def test_a_notebook_shows_a_run_as_a_table(runs: tuple[str, str], world: World) -> None:
