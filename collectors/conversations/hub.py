@@ -22,9 +22,10 @@ from hiddenstore.conversation import (
 )
 from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
 from hiddenstore.files.damage import raise_refusal
+from hiddenstore.fs.publish import existing_part
 from hiddenstore.targets.folder import first_line
 
-_ID = re.compile(r"(?P<name>[^\[\]:]+)(?:\[(?P<config>[^\[\]]+)\])?(?::(?P<split>.+))?")
+_PART = r"(?:\[(?P<config>[^\[\]]+)\])?(?::(?P<split>.+))?"
 _SLICED = re.compile(r"(?P<name>[^\[\]+]+)(?:\[(?P<first>\d*):(?P<last>\d*)\])?")
 _LOOKS_LIKE_A_FILE = re.compile(r"^[./~]|\.(jsonl|ndjson|json|parquet|gz|csv|txt|arrow)$")
 _JSON = tuple(f"{suffix}{packed}" for suffix in (".jsonl", ".ndjson", ".json") for packed in ("", ".gz"))
@@ -39,9 +40,10 @@ class HubSplit:
     split: str | None = None
 
     @classmethod
-    def parse(cls, text: str) -> "HubSplit | None":
-        """From ``name[config]:split[slice]``; None when ``text`` is nothing of the kind."""
-        match = _ID.fullmatch(text)
+    def parse(cls, text: str, name: str | None = None) -> "HubSplit | None":
+        """From ``name[config]:split[slice]``, where ``name`` is this one; None when ``text`` is nothing of the kind."""
+        named = r"[^\[\]:]+" if name is None else re.escape(name)
+        match = re.fullmatch(f"(?P<name>{named}){_PART}", text)
         return cls(**match.groupdict()) if match else None
 
     def __str__(self) -> str:
@@ -66,7 +68,7 @@ def open_dataset(text: str) -> Source:
     Raises NotFoundError: ``path-missing``, neither a path nor a dataset; ConfigError: ``dataset-spec``, rows of a file
     or a config of a saved folder too, ``dataset-split`` or ``input-unreadable``; StorageError:
     ``dataset-unreachable``."""
-    split = HubSplit(text) if Path(text).is_dir() else HubSplit.parse(text)
+    split = HubSplit.parse(text, existing_part(text))
     name = split.name if split else text
     hint = f"hiddenstore prepare {quote(f'{name}:train[:1000]')} -o DATA --target T"
     if Path(name).is_file():

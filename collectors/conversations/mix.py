@@ -26,7 +26,7 @@ from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.fs.publish import tree_files
 from hiddenstore.settings import load
 
-_FILE_SLICE = re.compile(r"(?P<path>[^\[\]]+?)(?::train)?:?\[(?P<first>\d*):(?P<last>\d*)\]")
+_FILE_SLICE = re.compile(r"(?P<path>.+?)(?::train)?:?\[(?P<first>\d*):(?P<last>\d*)\]")
 # What ``datasets`` writes about a data set, and passes over among its files (its data_files.py).
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
 # Of published folders and of those that jobs write: cards, licences, marks, and images that rows name.

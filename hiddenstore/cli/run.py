@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from hiddenstore.files.layout import DATA_JSON
 from hiddenstore.files.lock import WRITER, FolderLock
 from hiddenstore.fs import require_local
 from hiddenstore.fs.local import LocalFilesystem
-from hiddenstore.fs.publish import make_folder, replace_file, tree_files
+from hiddenstore.fs.publish import existing_part, make_folder, replace_file, tree_files
 from hiddenstore.registry import nearest
 from hiddenstore.settings import all_problems, written
 from hiddenstore.settings import load as load_settings
@@ -424,9 +423,8 @@ def _digest_of_files(paths: Sequence[str]) -> str:
 def _without_rows(text: str) -> Path:
     """The file or folder of an input that may choose a config, a split or rows of it (``chats.jsonl[:9]``,
     ``saved:test``); other inputs as they are."""
-    ends = [] if text.startswith("dataset:") else [match.start() for match in re.finditer(r"[\[:]|\Z", text)]
-    names = (text[:end] for end in reversed(ends))
-    return Path(next(filter(os.path.exists, names), text.partition(":train[")[0]))
+    name = None if text.startswith("dataset:") else existing_part(text)
+    return Path(name or text.partition(":train[")[0])
 
 
 def _named_files(stage: Stage, out: Path, others: Sequence[str]) -> list[str]:

@@ -176,6 +176,12 @@ def tree_files(folder: Path) -> Iterator[Path]:
         yield from (path for name in names if (path := Path(root) / name).is_file())
 
 
+def existing_part(text: str) -> str | None:
+    """The longest path that ``text`` begins with and ``[config]:split[slice]`` may follow; None: there is none."""
+    ends = [match.start() for match in re.finditer(r"[\[:]|\Z", text)]
+    return next(filter(os.path.exists, (text[:end] for end in reversed(ends))), None)
+
+
 def replace_file(path: Path, data: bytes) -> None:
     """Give ``path`` new bytes in one step: a reader sees the old ones or the new ones. Raises StorageError: the disk
     refused; the old bytes stay."""

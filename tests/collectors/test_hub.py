@@ -10,6 +10,7 @@ import yaml
 
 from collectors.conversations.datasets import open_named
 from collectors.conversations.hub import HubSplit, open_dataset, open_table
+from collectors.conversations.mix import open_sources
 from hiddenstore.conversation import Conversation, Problem, Source, parse_row
 from hiddenstore.errors import ConfigError
 
@@ -154,9 +155,23 @@ def test_a_saved_folder_has_no_config_and_says_how_its_rows_are_chosen(tmp_path:
     assert questions(open_dataset(f"{folder}:test[2:4]")) == ["question 2", "question 3"]
 
 
-def test_a_saved_folder_is_read_whatever_its_name_has(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "run [2] of 2026-11-29T10:00", 2)
-    assert questions(open_dataset(str(folder))) == ["question 0", "question 1"]
+@pytest.mark.parametrize("name", ["run [2] of 2026-11-29T10:00", "s[x]:y", "s:train[:2]"])
+def test_a_saved_folder_and_rows_of_it_are_read_whatever_its_name_has(tmp_path: Path, name: str) -> None:
+    folder = saved(tmp_path / name, 3)
+    assert questions(open_dataset(str(folder))) == ["question 0", "question 1", "question 2"]
+    assert questions(open_dataset(f"{folder}:test[1:2]")) == ["question 1"]
+    with pytest.raises(ConfigError, match=r"has no config 'test'") as caught:
+        open_dataset(f"{folder}[test]")
+    assert f"{folder}:train[:1000]" in str(caught.value.hint)
+
+
+def test_rows_of_a_file_are_read_whatever_its_name_has(tmp_path: Path) -> None:
+    file = tmp_path / "run [2] of 2026-11-29T10:00.jsonl"
+    file.write_bytes(lines(ROWS))
+    (source,) = open_sources([f"{file}:train[1:2]"])
+    assert questions(source) == ["Say it."]
+    with pytest.raises(ConfigError, match="chooses no rows of a file"):
+        open_sources([f"{file}:train[:50%]"])
 
 
 def test_what_was_fetched_once_is_read_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
+from hiddenstore.errors import ConfigError
 from tests.trainer.export_cases import case, make
 from tests.trainer.serve_cases import planned, published, the_file, write_exports
 from trainer.export.support import ENGINES
@@ -51,6 +52,21 @@ def test_the_file_names_the_layers_an_eagle_3_was_trained_on_in_every_form(versi
     own = planned("trtllm", drafter=drafter, settings=("eagle3_layers_to_capture=[0, 7]",))
     assert the_file(own)["speculative_config"]["eagle3_layers_to_capture"] == [0, 7]
     assert own.notes == ()
+
+
+@pytest.mark.parametrize("version", ["0.21.0", "1.0.0"])
+def test_a_release_that_cannot_be_told_layers_gets_none_in_its_file_and_the_user_is_told(
+    version: str, tmp_path: Path
+) -> None:
+    drafter = str(tmp_path / "drafter")
+    export(make("eagle3", aux_layers=(2, 5)), "trtllm", Path(drafter), version=version)
+    plan = planned("trtllm", drafter=drafter)
+    assert "eagle3_layers_to_capture" not in the_file(plan)["speculative_config"]
+    assert "(this one: 2, 5): --engine-version 1.1" in plan.notes[0]
+    with pytest.raises(ConfigError, match=rf"eagle3_layers_to_capture: is not in version {version} \(since 1.1\)"):
+        planned("trtllm", drafter=drafter, settings=("eagle3_layers_to_capture=[2, 5]",))
+    told = the_file(planned("trtllm", drafter=drafter, version="1.1.0"))["speculative_config"]
+    assert told["eagle3_layers_to_capture"] == [2, 5]
 
 
 def test_layers_of_an_eagle_3_that_nobody_exported_for_it_are_left_to_trtllm_and_said(tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ SINCE = {
 """``decoding_type`` → the first version that has it. ``from_dict`` of llm_args.py up to 1.2.0rc keys a draft model
 ``DraftTarget``; later it is ``Literal["Draft_Target"]``, while the page and the playbooks of 1.3 go on writing
 ``DraftTarget``. Which of the two 1.2 and 1.3 read was not tried, so that neither is refused of them."""
+_LAYERS = "eagle3_layers_to_capture"
+_LAYERS_SINCE = "1.1"
 
 
 def _all(values: Settings, *names: str) -> bool:
@@ -101,8 +103,8 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
 
 
 def file_problems(settings: Settings, version: str | None = None) -> Iterator[str]:
-    """Every contradiction in the settings of a file; with ``version``, also a decoding type that it lacks. Raises
-    ConfigError: ``serve-setting``: a value is of another kind than those it is compared with."""
+    """Every contradiction in the settings of a file; with ``version``, also what it lacks: a decoding type, the layers
+    of an EAGLE-3. Raises ConfigError: ``serve-setting``: a value is of another kind than those it is compared with."""
     sections = {name: values for name, values in settings.items() if isinstance(values, Mapping)}
     for name in RULES:
         if name not in sections and settings.get(name) is not None:
@@ -113,9 +115,12 @@ def file_problems(settings: Settings, version: str | None = None) -> Iterator[st
                 yield f"{section}.{setting}: {text.format_map(sections[section])}"
         except TypeError as error:
             raise ConfigError(f"{section}.{setting} cannot be compared: {error}", kind=Kind.SERVE_SETTING) from error
-    kind = str(sections.get("speculative_config", {}).get("decoding_type"))
+    speculation = sections.get("speculative_config", {})
+    kind = str(speculation.get("decoding_type"))
     if version is not None and kind in SINCE and not is_within(version, SINCE[kind], None):
         yield f"speculative_config.decoding_type: {kind} is not in version {version} (since {SINCE[kind]})"
+    if version is not None and _LAYERS in speculation and not is_within(version, _LAYERS_SINCE, None):
+        yield f"speculative_config.{_LAYERS}: is not in version {version} (since {_LAYERS_SINCE})"
 
 
 def refuse(settings: Settings, version: str | None, where: str, problems: Iterable[str] = ()) -> None:
@@ -130,7 +135,7 @@ class _OnceLoader(KeysOnce, yaml.SafeLoader):
 
 
 def check_file(path: Path, version: str | None = None) -> dict[str, Any]:
-    """The settings of a YAML file without contradictions; with ``version``, of a decoding type that it has. Raises
+    """The settings of a YAML file without contradictions; with ``version``, of what it has. Raises
     NotFoundError: no such file; ConfigError: ``serve-setting``, one line a problem."""
     try:
         loader = _OnceLoader(path.read_text(encoding="utf-8"))
@@ -195,23 +200,22 @@ PROFILE = "profile"
 _NGRAM_POOL = {"max_matching_ngram_size": 4, "is_keep_all": True, "is_use_oldest": True, "is_public_pool": True}
 RELAXED = {"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 10, "relaxed_delta": 0.6}
 
-_LAYERS = "eagle3_layers_to_capture"
-
 # A bare name of these is one of ``speculative_config``; any other is written where it says.
 _SPECULATION = {"decoding_type", *MODEL, "max_draft_len", "num_nextn_predict_layers", _LAYERS, *_NGRAM_POOL, *RELAXED}
 
 
 def speculative_config(request: ServeRequest, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The file's ``speculative_config`` in the spelling of the version, ``settings`` over it. It names an EAGLE-3's
-    layers, because TensorRT-LLM reads none of ``config.json`` and captures the usual ones unless told
-    (``_torch/speculative/eagle3.py``). Raises ConfigError: ``serve-unsupported`` or ``serve-setting``."""
+    layers to versions that take them, because TensorRT-LLM reads none of ``config.json`` and captures the usual ones
+    unless told (``_torch/speculative/eagle3.py``). Raises ConfigError: ``serve-unsupported`` or ``serve-setting``."""
     method, words = request.method, spelling(request.version)
     name = TRTLLM.method(method, request.version, request.drafter)
     config: dict[str, Any] = {"decoding_type": words.draft_target if method == "draft-target" else name}
     config[words.mtp_length if method == "mtp" else "max_draft_len"] = request.draft_len
     if request.drafter is not None:
         config[words.model] = request.drafter
-    config |= {_LAYERS: list(request.layers)} if request.layers else {}
+    if request.layers and is_within(request.version, _LAYERS_SINCE, None):
+        config[_LAYERS] = list(request.layers)
     config |= _NGRAM_POOL if method == "ngram" else {}
     config |= RELAXED if settings.get("use_relaxed_acceptance_for_thinking") else {}
     return config | dict(settings)
@@ -343,9 +347,12 @@ def _is_eagle3(request: ServeRequest) -> bool:
 def _notes(request: ServeRequest, settings: Mapping[str, Any]) -> tuple[str, ...]:
     notes = []
     if _is_eagle3(request) and _LAYERS not in settings["speculative_config"]:
+        can_be_told = is_within(request.version, _LAYERS_SINCE, None)
+        trained = f" (this one: {', '.join(map(str, request.layers))})" if request.layers else ""
         notes.append(
             "TensorRT-LLM reads no layers of a drafter's config.json; of n layers it captures 1, n // 2 - 1 and n - 4. "
-            f"Of a drafter that was trained on others: --set {_LAYERS}=[…], from 0"
+            f"Of a drafter that was trained on others{trained}: "
+            + (f"--set {_LAYERS}=[…], from 0" if can_be_told else f"--engine-version {_LAYERS_SINCE} or later")
         )
     if request.method == "draft-target":
         written = spelling(request.version).draft_target
