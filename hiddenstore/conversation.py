@@ -68,7 +68,8 @@ ANSWERS = (*COMPLETIONS, SOLUTION, RESULT)
 """``answer`` is the result alone beside a whole answer, or beside a longer solution, as LIMO has it."""
 BESIDE_QUESTION = ("input", "context")
 """What a question is about, as a text; Alpaca has the one, Dolly the other."""
-ABOUT = ("context", "passage", "passages", "document", "documents", "choices", "options")
+CHOICES = ("choices", "options")
+ABOUT = ("context", "passage", "passages", "document", "documents", *CHOICES)
 """What no answer can be taught without, where no turn has its words."""
 _HEADER = re.compile(r"(\n\nAssistant:|### ?Response:|<\|im_start\|>assistant|\[/INST\])\s*\Z|<extra_id_1>")
 """Questions that a template has rendered already: Anthropic's, Alpaca's, ChatML, Llama 2's; SteerLM's of several turns.
@@ -248,14 +249,19 @@ def _json(text: str, reason: str, title: str = "the row") -> Any:
 
 def _entries(row: dict[str, Any]) -> list[Any]:
     name = next((name for name in MESSAGE_COLUMNS if row.get(name) is not None), None)
-    turns = _entries_of_pair(row) if name is None else _entries_of_messages(row, name)
-    if columns := [name for name in ABOUT if row.get(name)]:
-        questions = [_said(turn) for turn in turns if isinstance(turn, dict) and _role(turn) != "assistant"]
-        words = "\n".join(_texts(questions))
-        if outside := [name for name in columns if any(text not in words for text in _texts(row[name]))]:
-            detail = f"{outside[0]} holds words that no turn has: write them into the question"
-            raise _UnusableError("context-outside", detail)
-    return _with_system(row, turns)
+    turns = _with_system(row, _entries_of_pair(row) if name is None else _entries_of_messages(row, name))
+    about = {name: row[name] for name in ABOUT if row.get(name) and (name not in CHOICES or _are_choices(row[name]))}
+    asking = [_said(turn) for turn in turns if about and isinstance(turn, dict) and _role(turn) != "assistant"]
+    words = "\n".join(_texts(asking))
+    if outside := [name for name, value in about.items() if any(text not in words for text in _texts(value))]:
+        raise _UnusableError("context-outside", f"{outside[0]} holds words of no turn: write them into the question")
+    return turns
+
+
+def _are_choices(value: Any) -> bool:
+    """Whether a column holds what a question lets choose from: logs of servers have settings and answers there."""
+    texts = value.get("text", list(value.values())) if isinstance(value, dict) else value
+    return all(isinstance(text, str) for text in (texts if isinstance(texts, list) else [texts]))
 
 
 def _entries_of_messages(row: dict[str, Any], name: str) -> list[Any]:

@@ -343,6 +343,7 @@ Q, A, TEXT = "Why?", "So.", "Rain fell."
 QA, BEHIND = chat(Q, A), chat(f"{Q}\n\n{TEXT}", A)
 SHAREGPT = [{"from": "human", "value": Q}, {"from": "gpt", "value": A}]
 ALPACA = f"### Instruction:\n{Q}\n\n### Response:"
+KNOWING = [{"role": "system", "content": f"You know: {TEXT}"}, *QA]
 THOUGHT = [QA[0], {**QA[1], "reasoning": "Well"}]
 
 PUBLISHED: dict[str, tuple[dict[str, Any], list[dict[str, Any]] | str]] = {
@@ -406,6 +407,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], list[dict[str, Any]] | str]] = {
     "answers by the number": ({"messages": QA[:1], "output": ["a", "b"]}, QA[:1]),
     "messages and an empty answer": ({"messages": QA[:1], "response": " "}, QA[:1]),
     "messages and two answers": ({"messages": QA[:1], "response": A, "output": "No."}, "columns-differ"),
+    "openai's replies": ({"messages": QA[:1], "choices": [{"message": QA[1], "finish_reason": "stop"}]}, QA[:1]),
+    "ollama's settings": ({"messages": QA, "options": {"temperature": 0.7, "stop": ["<|im_end|>"]}}, QA),
+    "medqa": ({"question": Q, "options": {"A": "rain", "B": "sun"}, "answer": "rain"}, "context-outside"),
+    "commonsense-qa": ({"question": Q, "choices": {"label": ["A"], "text": ["rain"]}, "answer": A}, "context-outside"),
+    "documents in the system column": ({"system": f"You know: {TEXT}", "messages": QA, "documents": [TEXT]}, KNOWING),
     "a result in solution": ({"question": Q, "answer": A, "solution": "5"}, QA),
     "effort in reasoning": ({"prompt": Q, "response": A, "reasoning": " High"}, QA),
 }
