@@ -298,7 +298,9 @@ def _entries_of_pair(row: dict[str, Any]) -> list[Any]:
         raise _UnusableError("question-rendered", detail)
     for beside in BESIDE_QUESTION:
         topic = row.get(beside)
-        if topic and not _is_blank(topic):
+        # What Alpaca's instruction is done to may be one of its words.
+        words = [] if (name, beside) == ("instruction", "input") else _texts([question, *map(row.get, SYSTEMS)])
+        if topic and not _is_blank(topic) and not (isinstance(topic, str) and topic.strip() in "\n".join(words)):
             if not (isinstance(topic, str) and isinstance(question, str)):
                 kinds = f"{name} is {_kind(question)} and {beside} {_kind(topic)}"
                 raise _UnusableError("content-not-text", f"{kinds}, expected text in both")

@@ -412,6 +412,14 @@ PUBLISHED: dict[str, tuple[dict[str, Any], list[dict[str, Any]] | str]] = {
     "medqa": ({"question": Q, "options": {"A": "rain", "B": "sun"}, "answer": "rain"}, "context-outside"),
     "commonsense-qa": ({"question": Q, "choices": {"label": ["A"], "text": ["rain"]}, "answer": A}, "context-outside"),
     "documents in the system column": ({"system": f"You know: {TEXT}", "messages": QA, "documents": [TEXT]}, KNOWING),
+    "context in the system column": (
+        {"system": f"You know: {TEXT}", "question": Q, "context": TEXT, "answer": A},
+        KNOWING,
+    ),
+    "context in the question": ({"prompt": f"{Q}\n\n{TEXT}", "context": f"{TEXT}\n", "response": A}, BEHIND),
+    "context in a list": ({"prompt": BEHIND[:1], "input": TEXT, "completion": BEHIND[1:]}, BEHIND),
+    "input and context alike": ({"prompt": Q, "input": TEXT, "context": TEXT, "response": A}, BEHIND),
+    "alpaca's word": ({"instruction": Q, "input": "Why", "output": A}, chat(f"{Q}\n\nWhy", A)),
     "a result in solution": ({"question": Q, "answer": A, "solution": "5"}, QA),
     "effort in reasoning": ({"prompt": Q, "response": A, "reasoning": " High"}, QA),
 }
