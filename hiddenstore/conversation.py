@@ -50,35 +50,32 @@ TEMPLATE_KWARGS, ENABLE_THINKING = "chat_template_kwargs", "enable_thinking"
 WEIGHT = "weight"
 """Of OpenAI's fine-tuning: an answer of weight 0 is not learned from."""
 BESIDE_TURNS = (TOOLS_COLUMN, FUNCTIONS_COLUMN, *SYSTEMS, HISTORY, TEMPLATE_KWARGS, ENABLE_THINKING)
-_OF_MEMBERS = frozenset(
-    (
-        *("system-invalid", "history-invalid", "tools-invalid", "template-kwargs-invalid"),
-        *("columns-differ", "context-outside"),
-    )
-)
+_OF_MEMBERS = {
+    *("system-invalid", "history-invalid", "tools-invalid", "template-kwargs-invalid"),
+    *("columns-differ", "context-outside"),
+}
 """Reasons of members beside the turns, which may mean something else in their source."""
-_OF_TEMPLATES = frozenset(
-    (
-        *("messages", "conversations", "tools", "documents", "chat_template"),
-        *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask", "strftime_now"),
-    )
-)
+_OF_TEMPLATES = {
+    *("messages", "conversations", "tools", "documents", "chat_template"),
+    *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask", "strftime_now"),
+}
 """What a template is given that a row cannot choose."""
 IMAGE_KEYS = ("image", "images")
 QUESTIONS = ("prompt", "instruction", "question")
 COMPLETIONS = ("completion", "response", "output")
 SOLUTION, RESULT = "solution", "answer"
 ANSWERS = (*COMPLETIONS, SOLUTION, RESULT)
-"""``answer`` is the result alone beside a whole answer, or beside its solution, as LIMO has it."""
+"""``answer`` is the result alone beside a whole answer, or beside a longer solution, as LIMO has it."""
 BESIDE_QUESTION = ("input", "context")
 """What a question is about, as a text; Alpaca has the one, Dolly the other."""
-ABOUT = ("context", "passage", "passages", "document", "documents", "choices", "options")
+CHOICES = ("choices", "options")
+ABOUT = ("context", "passage", "passages", "document", "documents", *CHOICES)
 """What no answer can be taught without, where no turn has its words."""
 _HEADER = re.compile(r"(\n\nAssistant:|### ?Response:|<\|im_start\|>assistant|\[/INST\])\s*\Z|<extra_id_1>")
 """Questions that a template has rendered already: Anthropic's, Alpaca's, ChatML, Llama 2's; SteerLM's of several turns.
 """
-_SWITCHES = ("on", "off")
-"""What Nemotron's column ``reasoning`` holds, which is no thought."""
+_SWITCHES = ("", "on", "off", "true", "false", "none", "minimal", "low", "medium", "high")
+"""What a column of thoughts holds where it says how much was thought, as Nemotron's ``reasoning`` does."""
 
 ColumnFilter = Callable[[Sequence[str], str], list[str]]
 """Names of a table's columns and where the table is → the columns to read."""
@@ -252,14 +249,19 @@ def _json(text: str, reason: str, title: str = "the row") -> Any:
 
 def _entries(row: dict[str, Any]) -> list[Any]:
     name = next((name for name in MESSAGE_COLUMNS if row.get(name) is not None), None)
-    turns = _entries_of_pair(row) if name is None else _entries_of_messages(row, name)
-    if columns := [name for name in ABOUT if row.get(name)]:
-        questions = [_said(turn) for turn in turns if isinstance(turn, dict) and _role(turn) != "assistant"]
-        words = "\n".join(_texts(questions))
-        if outside := [name for name in columns if any(text not in words for text in _texts(row[name]))]:
-            detail = f"{outside[0]} holds words that no turn has: write them into the question"
-            raise _UnusableError("context-outside", detail)
-    return _with_system(row, turns)
+    turns = _with_system(row, _entries_of_pair(row) if name is None else _entries_of_messages(row, name))
+    about = {name: row[name] for name in ABOUT if row.get(name) and (name not in CHOICES or _are_choices(row[name]))}
+    asking = [_said(turn) for turn in turns if about and isinstance(turn, dict) and _role(turn) != "assistant"]
+    words = "\n".join(_texts(asking))
+    if outside := [name for name, value in about.items() if any(text not in words for text in _texts(value))]:
+        raise _UnusableError("context-outside", f"{outside[0]} holds words of no turn: write them into the question")
+    return turns
+
+
+def _are_choices(value: Any) -> bool:
+    """Whether a column holds what a question lets choose from: logs of servers have settings and answers there."""
+    texts = value.get("text", list(value.values())) if isinstance(value, dict) else value
+    return all(isinstance(text, str) for text in (texts if isinstance(texts, list) else [texts]))
 
 
 def _entries_of_messages(row: dict[str, Any], name: str) -> list[Any]:
@@ -274,7 +276,13 @@ def _entries_of_messages(row: dict[str, Any], name: str) -> list[Any]:
         raise _UnusableError("no-messages", f"{name} is an empty list")
     if isinstance(row.get(HISTORY), list) and row[HISTORY]:
         raise _UnusableError("history-invalid", f"{HISTORY} beside {name}: which turns come first is not said")
-    return messages if _role(messages[-1]) == "assistant" else [*messages, *_answer(row)]
+    if _role(messages[-1]) == "assistant":
+        return messages
+    # A result without its thoughts, as rows of reinforcement learning have it, is not what the target would say.
+    column = _column(row, COMPLETIONS) or (RESULT if _thoughts(row) else "")
+    stated = row.get(column)
+    is_answer = all(map(_role, stated)) if isinstance(stated, list) else isinstance(stated, str) and stated.strip()
+    return [*messages, *_answer(row, column)] if is_answer else messages
 
 
 def _entries_of_pair(row: dict[str, Any]) -> list[Any]:
@@ -284,13 +292,15 @@ def _entries_of_pair(row: dict[str, Any]) -> list[Any]:
     if name is None:
         names = ", ".join(sorted(str(key) for key in row)[:8]) or "nothing"
         raise _UnusableError("no-messages", f"expected messages, conversations or a prompt, found {shortened(names)}")
-    question, answer = row[name], _answer(row)
+    question, answer = row[name], _answer(row, _column(row, COMPLETIONS) or _longer_result(row))
     if answer and isinstance(question, str) and (header := _HEADER.search(question)):
         detail = f"{name} holds {header[0].strip()}, as a template writes it: give the turns that it was made of"
         raise _UnusableError("question-rendered", detail)
     for beside in BESIDE_QUESTION:
         topic = row.get(beside)
-        if topic and not _is_blank(topic):
+        # What Alpaca's instruction is done to may be one of its words.
+        words = [] if (name, beside) == ("instruction", "input") else _texts([question, *map(row.get, SYSTEMS)])
+        if topic and not _is_blank(topic) and not (isinstance(topic, str) and topic.strip() in "\n".join(words)):
             if not (isinstance(topic, str) and isinstance(question, str)):
                 kinds = f"{name} is {_kind(question)} and {beside} {_kind(topic)}"
                 raise _UnusableError("content-not-text", f"{kinds}, expected text in both")
@@ -302,17 +312,25 @@ def _entries_of_pair(row: dict[str, Any]) -> list[Any]:
     return turns
 
 
-def _answer(row: dict[str, Any]) -> list[Any]:
-    """The turns of an answer that a row states in a column, with its thoughts where the text does not hold them; none
-    without an answer."""
-    name = _column(row, COMPLETIONS)
-    if name is None and row.get(RESULT) is not None:
-        name = RESULT if _is_blank(row.get(SOLUTION) or "") else SOLUTION
-    if name is None or isinstance(row[name], list):
-        return [] if name is None else row[name]
-    thoughts = {key: row[key] for key in REASONING if isinstance(row.get(key), str) and row[key] not in _SWITCHES}
-    more = {key: text for key, text in thoughts.items() if text.strip() not in str(row[name])}
-    return [{"role": "assistant", "content": row[name], **more}]
+def _answer(row: dict[str, Any], name: str) -> list[Any]:
+    """The turns of the answer in a column, with its thoughts where the text does not hold them; none without one."""
+    answer = row.get(name)
+    if answer is None or isinstance(answer, list):
+        return answer or []
+    more = {key: text for key, text in _thoughts(row).items() if text.strip() not in str(answer)}
+    return [{"role": "assistant", "content": answer, **more}]
+
+
+def _longer_result(row: dict[str, Any]) -> str:
+    """The column of a result, or of its solution where that says more, as LIMO's does."""
+    result, solution = row.get(RESULT), row.get(SOLUTION)
+    is_longer = result is not None and isinstance(solution, str) and len(solution.strip()) > len(str(result).strip())
+    return SOLUTION if is_longer else RESULT
+
+
+def _thoughts(row: dict[str, Any]) -> dict[str, str]:
+    texts = {key: row[key] for key in REASONING if isinstance(row.get(key), str)}
+    return {key: text for key, text in texts.items() if text.strip().lower() not in _SWITCHES}
 
 
 def _column(row: dict[str, Any], names: Sequence[str]) -> str | None:
@@ -485,8 +503,7 @@ def _function_call(call: Any, title: str) -> list[dict[str, Any]]:
     """The one call of a message in the form that OpenAI had before ``tool_calls``."""
     if isinstance(call, str):
         call = _json(call, "tool-calls-invalid", f"the function_call of {title}") if call.strip() else None
-    if isinstance(call, dict):
-        call = _without_null(call)
+    call = _without_null(call) if isinstance(call, dict) else call
     return _tool_calls([{"type": "function", "function": call}], title) if call else []
 
 

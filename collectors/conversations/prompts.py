@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from collectors.conversations.mix import Mix, MixedSource, open_inputs, resolved
 from hiddenstore.console.progress import Progress
 from hiddenstore.conversation import (
+    COMPLETIONS,
     TEMPLATE_KWARGS,
     TOOLS_COLUMN,
     Conversation,
     Message,
     Problem,
+    Row,
+    decoded_row,
     parse_row,
     way_to_keep,
 )
@@ -171,6 +174,15 @@ def write_prompts(
     return report
 
 
+def with_one_answer(row: Row) -> Row:
+    """A row without all but the first of its whole answers, for those who ask for another one."""
+    value = decoded_row(row)
+    if isinstance(value, Problem):
+        return row
+    others = [name for name in COMPLETIONS if str(value.get(name) or "").strip()][1:]
+    return replace(row, payload={name: member for name, member in value.items() if name not in others})
+
+
 def prompt_of(conversation: Conversation) -> list[Message] | Problem:
     """The system and user turns, with the names of who speaks; user turns of one name with no answer between them
     become one, unless nothing has an answer."""
@@ -199,7 +211,7 @@ def _prompts(
     augmentation = augmentation if mixed.is_augmented else None
     for row in mixed.source.rows():
         report.read += 1
-        parsed = parse_row(row)
+        parsed = parse_row(with_one_answer(row))
         prompt = parsed if isinstance(parsed, Problem) else _row_of(parsed)
         if isinstance(prompt, Problem):
             report.rejects.setdefault(prompt.reason, [0, f"{prompt.location}: {prompt.detail}"])[0] += 1

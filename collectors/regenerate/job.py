@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from collectors.conversations.mix import open_sources
+from collectors.conversations.prompts import with_one_answer
 from collectors.regenerate.answers import AnswerLog, AnswersFolder
 from collectors.regenerate.options import (
     RegenerateOptions,
@@ -209,7 +210,7 @@ def _conversations(sources: list[Source], options: RegenerateOptions) -> Iterato
         for row in source.rows():
             if options.max_samples is not None and number >= options.max_samples:
                 return
-            item = parse_row(row)
+            item = parse_row(with_one_answer(row))
             if not isinstance(item, Conversation):
                 yield item.reason, f"{item.location}: {item.detail}"
             elif not Rewrite.has_slot(item):

@@ -3,6 +3,7 @@ what its question is about, its thoughts, and columns that contradict each other
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from chat_double import ChatDouble, options, texts
 from tiny_templates import CHATML, CHATML_TAGGED, STRIPS_THOUGHTS, chat, tiny_target, tiny_tokenizer, write_rows
 
 from collectors.conversations.mix import open_sources
@@ -341,6 +343,7 @@ Q, A, TEXT = "Why?", "So.", "Rain fell."
 QA, BEHIND = chat(Q, A), chat(f"{Q}\n\n{TEXT}", A)
 SHAREGPT = [{"from": "human", "value": Q}, {"from": "gpt", "value": A}]
 ALPACA = f"### Instruction:\n{Q}\n\n### Response:"
+KNOWING = [{"role": "system", "content": f"You know: {TEXT}"}, *QA]
 THOUGHT = [QA[0], {**QA[1], "reasoning": "Well"}]
 
 PUBLISHED: dict[str, tuple[dict[str, Any], list[dict[str, Any]] | str]] = {
@@ -399,6 +402,26 @@ PUBLISHED: dict[str, tuple[dict[str, Any], list[dict[str, Any]] | str]] = {
     "openassistant": ({"message_id": "1", "parent_id": "0", "text": Q, "role": "prompter"}, "no-messages"),
     "capybara": ({"source": "s", "conversation": [{"input": Q, "output": A}]}, "unknown-role"),
     "lima": ({"conversations": [Q, A], "source": "s"}, "message-not-an-object"),
+    "a result alone": ({"messages": QA[:1], "answer": "5", "solution": "Long."}, QA[:1]),
+    "a result that is a number": ({"messages": QA[:1], "answer": 5, "reasoning": "Well"}, QA[:1]),
+    "answers by the number": ({"messages": QA[:1], "output": ["a", "b"]}, QA[:1]),
+    "messages and an empty answer": ({"messages": QA[:1], "response": " "}, QA[:1]),
+    "messages and two answers": ({"messages": QA[:1], "response": A, "output": "No."}, "columns-differ"),
+    "openai's replies": ({"messages": QA[:1], "choices": [{"message": QA[1], "finish_reason": "stop"}]}, QA[:1]),
+    "ollama's settings": ({"messages": QA, "options": {"temperature": 0.7, "stop": ["<|im_end|>"]}}, QA),
+    "medqa": ({"question": Q, "options": {"A": "rain", "B": "sun"}, "answer": "rain"}, "context-outside"),
+    "commonsense-qa": ({"question": Q, "choices": {"label": ["A"], "text": ["rain"]}, "answer": A}, "context-outside"),
+    "documents in the system column": ({"system": f"You know: {TEXT}", "messages": QA, "documents": [TEXT]}, KNOWING),
+    "context in the system column": (
+        {"system": f"You know: {TEXT}", "question": Q, "context": TEXT, "answer": A},
+        KNOWING,
+    ),
+    "context in the question": ({"prompt": f"{Q}\n\n{TEXT}", "context": f"{TEXT}\n", "response": A}, BEHIND),
+    "context in a list": ({"prompt": BEHIND[:1], "input": TEXT, "completion": BEHIND[1:]}, BEHIND),
+    "input and context alike": ({"prompt": Q, "input": TEXT, "context": TEXT, "response": A}, BEHIND),
+    "alpaca's word": ({"instruction": Q, "input": "Why", "output": A}, chat(f"{Q}\n\nWhy", A)),
+    "a result in solution": ({"question": Q, "answer": A, "solution": "5"}, QA),
+    "effort in reasoning": ({"prompt": Q, "response": A, "reasoning": " High"}, QA),
 }
 """Columns of published datasets as of November 2026, and of rows like theirs; what is to be read, or why not."""
 
@@ -416,3 +439,25 @@ def test_columns_of_published_datasets_are_read_whole_or_refused(name: str, tmp_
         items += map(parse_row, source.rows())
     for item in items:
         assert (item.messages if isinstance(item, Conversation) else item.reason) == expected
+
+
+def test_answers_that_are_thrown_away_refuse_no_question(tmp_path: Path) -> None:
+    two = {"response": A, "output": "No."}
+    rows: list[dict[str, Any]] = [
+        *({"messages": QA[:1], **beside} for beside in ({"answer": 5}, {"output": ["a", "b"]}, two)),
+        *({"prompt": Q, **beside} for beside in (two, {"completion": "", **two})),
+    ]
+    for number, row in enumerate(rows):
+        chats = write_rows(tmp_path / f"{number}.jsonl", [row])
+        with pytest.raises(SystemExit) as ended:
+            main(["prepare", chats, "--mode", "generate", "-o", str(tmp_path / f"p{number}")])
+        assert ended.value.code == 0, row
+        assert json.loads((tmp_path / f"p{number}").read_text())["messages"] == QA[:1]
+
+
+def test_rows_with_several_answers_are_answered_anew(tmp_path: Path, double: ChatDouble) -> None:
+    base = options(tmp_path, double)
+    two = {"response": A, "output": "No."}
+    rows = [{"messages": QA[:1], "answer": 5}, {"messages": QA[:1], **two}, {"prompt": Q, **two}]
+    report = regenerate(replace(base, inputs=(write_rows(tmp_path / "rows.jsonl", rows),)))
+    assert texts(report.out) == [[Q, f"reply 1 to {Q}"]] * 3
