@@ -1,4 +1,4 @@
-"""What more text gives: tokens of training text → accepted length and speed, for EAGLE-3.1 and a block drafter.
+"""What more text gives: tokens of training text → accepted length and speed, for EAGLE-3.1 and two block drafters.
 
 STORE holds answers that TARGET wrote itself, with a validation split: that of ``hiddenstore demo --target smollm2`` is
 one. A run reads so many tokens once; all else is as ``hiddenstore train`` derives it. Speed is that of drafts of 3 on
@@ -21,7 +21,7 @@ from benchmarks.drafter_quality import BATCH_TOKENS, BY_NAME, Bench, Quality, Ro
 
 TOKENS = (10_000, 30_000, 100_000, 300_000)
 DRAFT_LEN = "3"
-ROWS = (Row("eagle3.1", BY_NAME["eagle3.1 3 TTT steps"].words), BY_NAME["dflash"])
+ROWS = (Row("eagle3.1", BY_NAME["eagle3.1 3 TTT steps"].words), BY_NAME["dflash"], BY_NAME["dspark"])
 
 
 @dataclass(frozen=True)
