@@ -23,13 +23,13 @@ from hiddenstore.conversation import (
     TEMPLATE_KWARGS,
     TOOLS_COLUMN,
     Conversation,
-    Message,
     Problem,
     Row,
     decoded_row,
     parse_row,
     way_to_keep,
 )
+from hiddenstore.conversation.messages import Message
 from hiddenstore.errors import ConfigError, InterruptError, Kind
 from hiddenstore.fs.publish import new_file, refuse_existing_file
 from hiddenstore.settings import load

@@ -34,17 +34,8 @@ from collectors.regenerate.rewrite import Reply, Rewrite
 from hiddenstore.console.output import output
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import plural
-from hiddenstore.conversation import (
-    FINISH_REASON,
-    MEMBERS_OF_TEXT,
-    TEMPLATE_KWARGS,
-    TOOLS_COLUMN,
-    WEIGHT,
-    Conversation,
-    Source,
-    parse_row,
-    way_to_keep,
-)
+from hiddenstore.conversation import TEMPLATE_KWARGS, TOOLS_COLUMN, Conversation, Source, parse_row, way_to_keep
+from hiddenstore.conversation.messages import FINISH_REASON, MEMBERS_OF_TEXT, WEIGHT
 from hiddenstore.errors import CaptureError, ConfigError, ConflictError, InterruptError, Kind, NotFoundError
 from hiddenstore.fs import require_local
 from hiddenstore.fs.publish import new_file, new_folder, refuse_existing_file, refuse_existing_folder

@@ -7,15 +7,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
-from hiddenstore.conversation import (
-    CUT,
-    FINISH_REASON,
-    TEMPLATE_KWARGS,
-    TOOLS_COLUMN,
-    WEIGHT,
-    Conversation,
-    Message,
-)
+from hiddenstore.conversation import TEMPLATE_KWARGS, TOOLS_COLUMN, Conversation
+from hiddenstore.conversation.messages import CUT, FINISH_REASON, WEIGHT, Message
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from collectors.regenerate.answers import AnswersFolder
 from collectors.regenerate.options import RegenerateOptions
 from collectors.regenerate.rewrite import NO_QUESTION, AnswerAll, Beat, Recorded, Reply, Rewrite, Take
 from hiddenstore.console.text import plural
-from hiddenstore.conversation import TEMPLATE_KWARGS, Message, for_server
+from hiddenstore.conversation import TEMPLATE_KWARGS
+from hiddenstore.conversation.messages import Message, for_server
 from hiddenstore.errors import CaptureError, ConfigError, HiddenstoreError, Kind, StorageError
 from hiddenstore.records import LOOP_SHARE, repeated_share
 from hiddenstore.servers.http import HttpClient, RefusedError, ServerAccess

@@ -29,7 +29,8 @@ import pyarrow as pa
 
 from collectors.targets.images import ImageError, TargetImages
 from collectors.tokenize.template import ChatTemplate, Tokenised
-from hiddenstore.conversation import NO_ANSWER, Conversation, Problem, Row, parse_row, shortened
+from hiddenstore.conversation import NO_ANSWER, Conversation, Problem, Row, parse_row
+from hiddenstore.conversation.messages import shortened
 from hiddenstore.errors import InterruptError, Kind, StorageError
 from hiddenstore.fs.seam import storage_error
 from hiddenstore.inputs import PREPARED

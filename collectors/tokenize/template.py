@@ -26,7 +26,8 @@ from collectors.tokenize.thoughts import (
     reasoning_ranges,
     stated_reasoning_ranges,
 )
-from hiddenstore.conversation import REASONING, Conversation, Message, Problem, with_known_reasoning
+from hiddenstore.conversation import Conversation, Problem
+from hiddenstore.conversation.messages import REASONING, Message, with_known_reasoning
 from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
 from hiddenstore.targets.identity import chat_template_sha256, tokenizer_sha256
 from hiddenstore.targets.rendering import RENDER_ERRORS, date_of, dated, limited_rendering, reason_of, template_of

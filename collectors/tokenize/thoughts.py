@@ -7,7 +7,8 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from hiddenstore.conversation import REASONING, Conversation, Message
+from hiddenstore.conversation import Conversation
+from hiddenstore.conversation.messages import REASONING, Message
 
 Range = tuple[int, int]
 _HEADER = 64

@@ -6,7 +6,8 @@ from tiny_templates import CHATML, CHATML_TAGGED, chat, tiny_tokenizer
 
 from collectors.tokenize.template import ChatTemplate, Tokenised
 from collectors.tokenize.thoughts import reasoning_ranges, stated_reasoning_ranges
-from hiddenstore.conversation import Conversation, Message, with_known_reasoning
+from hiddenstore.conversation import Conversation
+from hiddenstore.conversation.messages import Message, with_known_reasoning
 
 HARMONY = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}"

@@ -11,7 +11,7 @@ import click
 
 from hiddenstore.console.output import output
 from hiddenstore.console.progress import Progress
-from hiddenstore.conversation import Message
+from hiddenstore.conversation.messages import Message
 from hiddenstore.errors import ConfigError, HiddenstoreError, Kind
 from hiddenstore.fs.publish import replace_file
 from hiddenstore.servers import VllmPython, engine_flags, running

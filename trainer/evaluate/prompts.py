@@ -16,17 +16,15 @@ from hiddenstore.conversation import (
     BESIDE_TURNS,
     IMAGE_KEYS,
     MESSAGE_COLUMNS,
-    ROLE_OF,
     TEMPLATE_KWARGS,
     TOOLS_COLUMN,
-    Message,
     Problem,
     Row,
     decoded_row,
     parse_row,
     way_to_keep,
-    with_known_reasoning,
 )
+from hiddenstore.conversation.messages import ROLE_OF, Message, with_known_reasoning
 from hiddenstore.errors import ConfigError, FormatError, Kind, NotFoundError
 from hiddenstore.files.layout import DATA_JSON, STORE_JSON
 from hiddenstore.fs import is_address, open_filesystem

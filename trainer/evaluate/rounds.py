@@ -13,7 +13,7 @@ from itertools import accumulate
 from statistics import median
 from typing import Any
 
-from hiddenstore.conversation import Message
+from hiddenstore.conversation.messages import Message
 from hiddenstore.errors import HiddenstoreError
 from trainer.evaluate.acceptance import tie_gap
 from trainer.evaluate.prompts import Beside, Question

@@ -10,7 +10,8 @@ from itertools import groupby
 from math import inf
 from typing import Any, NamedTuple, Self
 
-from hiddenstore.conversation import TEMPLATE_KWARGS, Message, for_server
+from hiddenstore.conversation import TEMPLATE_KWARGS
+from hiddenstore.conversation.messages import Message, for_server
 from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.servers.http import NO_PENALTIES, HttpClient, RefusedError
 from trainer.evaluate.prompts import NOTHING_BESIDE, Beside, Question, has_tools

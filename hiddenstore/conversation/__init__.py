@@ -2,42 +2,35 @@
 as a chat template takes them, from OpenAI ``messages`` and ShareGPT ``conversations`` rows, and from questions with
 or without an answer (``prompt`` and ``completion``, ``instruction`` and ``output`` of Alpaca).
 
-A row becomes a ``Conversation`` or a ``Problem`` that says why not; nothing is repaired silently. What is accepted as
-another spelling of the same thing: ``from``/``value`` for ``role``/``content``, the role names of ``ROLE_OF``, a list
-of text parts for one text, JSON text for a list of messages.
+A row becomes a ``Conversation`` or a ``Problem`` that says why not; nothing is repaired silently. Accepted as the same
+thing is JSON text for a list of messages.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from hiddenstore.conversation.messages import (
+    CUT,
+    FINISH_REASON,
+    REASONING,
+    Message,
+    UnusableError,
+    is_list_of_objects,
+    is_taught,
+    json_value,
+    kind_of,
+    message_of,
+    role_of,
+    said,
+    shortened,
+    text_of,
+    writable,
+)
 from hiddenstore.errors import ConfigError, Kind
 
-Message = dict[str, Any]
-
-_ROLE_NAMES = {
-    "system": "system developer",
-    "user": "user human prompter",
-    "assistant": "assistant gpt chatgpt bing bard bot model function_call",
-    "tool": "tool function function_response observation ipython",
-}
-ROLE_OF = {name: role for role, names in _ROLE_NAMES.items() for name in names.split()}
-"""What sources call the four roles; anything else is refused."""
-
-TEXT_PARTS = ("text", "input_text", "output_text")
-IMAGE_PARTS = ("image", "image_url", "input_image")
-IMAGE_MEMBERS = ("bytes", "image_url", "image", "path", "url")
-"""Where an image part says which image it is, as OpenAI and Hugging Face have them; bytes before their former path."""
-REASONING = ("reasoning_content", "reasoning", "thinking")
-MEMBERS_OF_TEXT = ("name", "tool_call_id", *REASONING)
-FINISH_REASON, CUT = "finish_reason", "length"
-"""What a message says of an answer that its token limit cut, in the words of OpenAI's API."""
-_SHOWN = 80
 NO_ANSWER = "no-assistant"
 """Why a row cannot be learned from that holds a question alone."""
 TABLE_BATCH_ROWS = 64
@@ -47,8 +40,6 @@ SYSTEMS = ("system", "system_prompt")
 HISTORY = "history"
 """Alpaca's turns before the question: pairs of a question and its answer."""
 TEMPLATE_KWARGS, ENABLE_THINKING = "chat_template_kwargs", "enable_thinking"
-WEIGHT = "weight"
-"""Of OpenAI's fine-tuning: an answer of weight 0 is not learned from."""
 BESIDE_TURNS = (TOOLS_COLUMN, FUNCTIONS_COLUMN, *SYSTEMS, HISTORY, TEMPLATE_KWARGS, ENABLE_THINKING)
 _OF_MEMBERS = {
     *("system-invalid", "history-invalid", "tools-invalid", "template-kwargs-invalid"),
@@ -148,10 +139,6 @@ class Conversation:
         return any(message["role"] == "assistant" for message in self.messages)
 
 
-class _UnusableError(Exception):
-    """Its arguments are the reason and the detail of a ``Problem``."""
-
-
 def parse_row(row: Row, takes_images: bool = False) -> Conversation | Problem:
     """What one row says, or why it cannot be used; ``takes_images``: the target reads images."""
     value = decoded_row(row)
@@ -160,57 +147,20 @@ def parse_row(row: Row, takes_images: bool = False) -> Conversation | Problem:
     try:
         entries = _entries(value)
         images: list[str | bytes] | None = [] if takes_images else None
-        messages = [_message(entry, f"message {number}", images) for number, entry in enumerate(entries, start=1)]
+        messages = [message_of(entry, f"message {number}", images) for number, entry in enumerate(entries, start=1)]
         _require_named(value, images)
         cut = frozenset(index for index, entry in enumerate(entries) if entry.get(FINISH_REASON) == CUT)
         untaught = frozenset(
             index
             for index, (entry, message) in enumerate(zip(entries, messages, strict=True))
-            if message["role"] == "assistant" and not _weight(entry, f"message {index + 1}")
+            if message["role"] == "assistant" and not is_taught(entry, f"message {index + 1}")
         )
         pictures, kwargs = tuple(images or ()), _template_kwargs(value)
         return Conversation(row.location, messages, _row_tools(value), cut, pictures, untaught, kwargs)
-    except _UnusableError as error:
+    except UnusableError as error:
         return Problem(row.location, *error.args)
     except RecursionError as error:
         return Problem(row.location, "invalid-json", str(error))
-
-
-def for_server(message: Message) -> Message:
-    """A message as OpenAI's API takes it, arguments as JSON text. Earlier reasoning stays here: some servers refuse it,
-    and templates leave it out but between calls of tools."""
-    sent: Message = {key: message[key] for key in ("role", "content", "name", "tool_call_id") if key in message}
-    if calls := message.get("tool_calls"):
-        sent["tool_calls"] = [_call_for_server(call, number) for number, call in enumerate(calls)]
-    return sent
-
-
-def _call_for_server(call: dict[str, Any], number: int) -> dict[str, Any]:
-    function = dict(call.get("function") or {key: call[key] for key in ("name", "arguments") if key in call})
-    if not isinstance(function.get("arguments"), str):
-        function["arguments"] = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
-    return {"id": call.get("id") or f"call_{number}", "type": "function", "function": function}
-
-
-def with_known_reasoning(messages: Sequence[Message], template: str) -> list[Message]:
-    """Messages whose reasoning has a name that the template reads: servers write ``reasoning_content``, templates of
-    gpt-oss read ``thinking``, of Solar ``reasoning``. Where one that is given is read, or none, they stay as they
-    are. transformers 4.57 renames nothing, later ones not to ``reasoning``."""
-    read = _names_read(template)
-    renamed = []
-    for message in messages:
-        names = [name for name in REASONING if message.get(name)]
-        if read and names and not any(name in read for name in names):
-            rest = {name: value for name, value in message.items() if name not in REASONING}
-            message = {**rest, read[0]: message[names[0]]}
-        renamed.append(message)
-    return renamed
-
-
-@lru_cache(maxsize=8)
-def _names_read(template: str) -> tuple[str, ...]:
-    """Members of reasoning that a template names as one reads a member."""
-    return tuple(name for name in REASONING if re.search(rf"""[.'"]{name}\b""", template))
 
 
 def way_to_keep(reasons: Iterable[str]) -> str | None:
@@ -228,33 +178,24 @@ def decoded_row(row: Row) -> dict[str, Any] | Problem:
         return value
     try:
         if isinstance(value, bytes):
-            value = _json(value.decode("utf-8"), "invalid-json")
+            value = json_value(value.decode("utf-8"), "invalid-json")
         if not isinstance(value, dict):
-            raise _UnusableError("not-an-object", f"expected an object with messages, found {_kind(value)}")
+            raise UnusableError("not-an-object", f"expected an object with messages, found {kind_of(value)}")
     except UnicodeDecodeError as error:
         return Problem(row.location, "not-utf8", f"byte {error.start + 1}: {error.reason}")
-    except _UnusableError as error:
+    except UnusableError as error:
         return Problem(row.location, *error.args)
     return value
-
-
-def _json(text: str, reason: str, title: str = "the row") -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise _UnusableError(reason, f"{title} is no JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:
-        raise _UnusableError(reason, f"{title} is no JSON: {error}") from error
 
 
 def _entries(row: dict[str, Any]) -> list[Any]:
     name = next((name for name in MESSAGE_COLUMNS if row.get(name) is not None), None)
     turns = _with_system(row, _entries_of_pair(row) if name is None else _entries_of_messages(row, name))
     about = {name: row[name] for name in ABOUT if row.get(name) and (name not in CHOICES or _are_choices(row[name]))}
-    asking = [_said(turn) for turn in turns if about and isinstance(turn, dict) and _role(turn) != "assistant"]
+    asking = [said(turn) for turn in turns if about and isinstance(turn, dict) and role_of(turn) != "assistant"]
     words = "\n".join(_texts(asking))
     if outside := [name for name, value in about.items() if any(text not in words for text in _texts(value))]:
-        raise _UnusableError("context-outside", f"{outside[0]} holds words of no turn: write them into the question")
+        raise UnusableError("context-outside", f"{outside[0]} holds words of no turn: write them into the question")
     return turns
 
 
@@ -269,19 +210,19 @@ def _entries_of_messages(row: dict[str, Any], name: str) -> list[Any]:
     Dolphin-R1 has it."""
     messages = row[name]
     if isinstance(messages, str):
-        messages = _json(messages, "messages-not-a-list", name)
+        messages = json_value(messages, "messages-not-a-list", name)
     if not isinstance(messages, list):
-        raise _UnusableError("messages-not-a-list", f"{name} is {_kind(messages)}")
+        raise UnusableError("messages-not-a-list", f"{name} is {kind_of(messages)}")
     if not messages:
-        raise _UnusableError("no-messages", f"{name} is an empty list")
+        raise UnusableError("no-messages", f"{name} is an empty list")
     if isinstance(row.get(HISTORY), list) and row[HISTORY]:
-        raise _UnusableError("history-invalid", f"{HISTORY} beside {name}: which turns come first is not said")
-    if _role(messages[-1]) == "assistant":
+        raise UnusableError("history-invalid", f"{HISTORY} beside {name}: which turns come first is not said")
+    if role_of(messages[-1]) == "assistant":
         return messages
     # A result without its thoughts, as rows of reinforcement learning have it, is not what the target would say.
     column = _column(row, COMPLETIONS) or (RESULT if _thoughts(row) else "")
     stated = row.get(column)
-    is_answer = all(map(_role, stated)) if isinstance(stated, list) else isinstance(stated, str) and stated.strip()
+    is_answer = all(map(role_of, stated)) if isinstance(stated, list) else isinstance(stated, str) and stated.strip()
     return [*messages, *_answer(row, column)] if is_answer else messages
 
 
@@ -291,24 +232,24 @@ def _entries_of_pair(row: dict[str, Any]) -> list[Any]:
     name = _column(row, QUESTIONS)
     if name is None:
         names = ", ".join(sorted(str(key) for key in row)[:8]) or "nothing"
-        raise _UnusableError("no-messages", f"expected messages, conversations or a prompt, found {shortened(names)}")
+        raise UnusableError("no-messages", f"expected messages, conversations or a prompt, found {shortened(names)}")
     question, answer = row[name], _answer(row, _column(row, COMPLETIONS) or _longer_result(row))
     if answer and isinstance(question, str) and (header := _HEADER.search(question)):
         detail = f"{name} holds {header[0].strip()}, as a template writes it: give the turns that it was made of"
-        raise _UnusableError("question-rendered", detail)
+        raise UnusableError("question-rendered", detail)
     for beside in BESIDE_QUESTION:
         topic = row.get(beside)
         # What Alpaca's instruction is done to may be one of its words.
         words = [] if (name, beside) == ("instruction", "input") else _texts([question, *map(row.get, SYSTEMS)])
         if topic and not _is_blank(topic) and not (isinstance(topic, str) and topic.strip() in "\n".join(words)):
             if not (isinstance(topic, str) and isinstance(question, str)):
-                kinds = f"{name} is {_kind(question)} and {beside} {_kind(topic)}"
-                raise _UnusableError("content-not-text", f"{kinds}, expected text in both")
+                kinds = f"{name} is {kind_of(question)} and {beside} {kind_of(topic)}"
+                raise UnusableError("content-not-text", f"{kinds}, expected text in both")
             question = f"{question}\n\n{topic}"
     prompt = question if isinstance(question, list) else [{"role": "user", "content": question}]
     turns = [*_history(row.get(HISTORY)), *prompt, *answer]
     if not turns:
-        raise _UnusableError("no-messages", f"{name} is an empty list")
+        raise UnusableError("no-messages", f"{name} is an empty list")
     return turns
 
 
@@ -340,7 +281,7 @@ def _column(row: dict[str, Any], names: Sequence[str]) -> str | None:
     if lists := [name for name in columns if isinstance(row[name], list)]:
         return lists[0]
     if len({str(row[name]).strip() for name in columns}) > 1:
-        raise _UnusableError("columns-differ", f"{' and '.join(columns)} differ: which one counts is not said")
+        raise UnusableError("columns-differ", f"{' and '.join(columns)} differ: which one counts is not said")
     return columns[0] if columns else None
 
 
@@ -361,16 +302,16 @@ def _with_system(row: dict[str, Any], entries: list[Any]) -> list[Any]:
     """The turns behind the system message that a row states beside them; a row may state it twice, in equal words."""
     for name in SYSTEMS:
         if row.get(name) is not None and not isinstance(row[name], str):
-            raise _UnusableError("system-invalid", f"{name} is {_kind(row[name])}, expected text")
+            raise UnusableError("system-invalid", f"{name} is {kind_of(row[name])}, expected text")
     stated = {name: row[name] for name in SYSTEMS if (row.get(name) or "").strip()}
     if not stated:
         return entries
-    is_opened = _role(entries[0]) == "system"
-    opening = _text(_said(entries[0]), "message 1") if is_opened else ""
+    is_opened = role_of(entries[0]) == "system"
+    opening = text_of(said(entries[0]), "message 1") if is_opened else ""
     if opening.strip():
         stated["message 1"] = opening
     if len({text.strip() for text in stated.values()}) > 1:
-        raise _UnusableError("system-invalid", f"{' and '.join(stated)} are system messages that differ")
+        raise UnusableError("system-invalid", f"{' and '.join(stated)} are system messages that differ")
     text = next(iter(stated.values()))
     return entries if opening.strip() else [{"role": "system", "content": text}, *entries[is_opened:]]
 
@@ -378,70 +319,17 @@ def _with_system(row: dict[str, Any], entries: list[Any]) -> list[Any]:
 def _history(history: Any) -> list[Any]:
     """The turns before an Alpaca question."""
     if isinstance(history, str):
-        history = _json(history, "history-invalid", HISTORY) if history.strip() else None
+        history = json_value(history, "history-invalid", HISTORY) if history.strip() else None
     if not isinstance(history, list | None):
-        raise _UnusableError("history-invalid", f"{HISTORY} is {_kind(history)}, expected pairs of question and answer")
+        raise UnusableError(
+            "history-invalid", f"{HISTORY} is {kind_of(history)}, expected pairs of question and answer"
+        )
     turns: list[Any] = []
     for number, pair in enumerate(history or [], start=1):
         if not isinstance(pair, list) or len(pair) != 2:
-            raise _UnusableError("history-invalid", f"entry {number} of {HISTORY} is no pair of question and answer")
+            raise UnusableError("history-invalid", f"entry {number} of {HISTORY} is no pair of question and answer")
         turns += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)]
     return turns
-
-
-def _message(entry: Any, title: str, images: list[str | bytes] | None) -> Message:
-    if not isinstance(entry, dict):
-        raise _UnusableError("message-not-an-object", f"{title} is {_kind(entry)}")
-    name = _role_name(entry)
-    role = ROLE_OF.get(name.strip().lower()) if isinstance(name, str) else None
-    if role is None:
-        raise _UnusableError("unknown-role", f"{title} has role {shortened(repr(name))}")
-    message: Message = {"role": role, "content": _content(_said(entry), title, images if role != "assistant" else None)}
-    if calls := _tool_calls(entry.get("tool_calls"), title) or _function_call(entry.get("function_call"), title):
-        message["tool_calls"] = calls
-    message.update({key: _unicode(entry[key], title) for key in MEMBERS_OF_TEXT if isinstance(entry.get(key), str)})
-    # An empty system message or tool answer says something; an empty turn is a hole in the data.
-    if role in ("user", "assistant") and not calls and isinstance(text := message["content"], str) and not text.strip():
-        raise _UnusableError("empty-content", f"{title} ({role}) is empty")
-    return message
-
-
-def _role(entry: Any) -> str | None:
-    """Of a turn that nothing is known about yet; None where it has none."""
-    return ROLE_OF.get(str(_role_name(entry)).strip().lower()) if isinstance(entry, dict) else None
-
-
-def _role_name(entry: dict[str, Any]) -> Any:
-    return entry.get("role") if entry.get("role") is not None else entry.get("from")
-
-
-def _said(entry: dict[str, Any]) -> Any:
-    return entry.get("content") if entry.get("content") is not None else entry.get("value")
-
-
-def _weight(entry: dict[str, Any], title: str) -> bool:
-    """Whether an answer is learned from, as OpenAI's fine-tuning says it."""
-    weight = entry.get(WEIGHT)
-    if weight is None or (isinstance(weight, int | float) and weight in (0, 1)):
-        return weight is None or bool(weight)
-    raise _UnusableError("weight-invalid", f"{title} has weight {shortened(repr(weight))}, expected 0 or 1")
-
-
-def _content(content: Any, title: str, images: list[str | bytes] | None) -> str | list[dict[str, str]]:
-    """The text of a message, or its parts where one is an image, which is named behind ``images``."""
-    if images is None or not isinstance(content, list) or not any(map(_is_image, content)):
-        return _text(content, title)
-    parts = []
-    for part in content:
-        if _is_image(part):
-            image = _image(part)
-            if image is None:
-                raise _UnusableError("image-missing", f"{title} holds an image part that names no image")
-            images.append(image)
-            parts.append({"type": "image"})
-        else:
-            parts.append({"type": "text", "text": _text_part(part, title)})
-    return parts
 
 
 def _require_named(row: dict[str, Any], images: list[str | bytes] | None) -> None:
@@ -450,80 +338,7 @@ def _require_named(row: dict[str, Any], images: list[str | bytes] | None) -> Non
     beside = [image for value in columns for image in (value if isinstance(value, list) else [value]) if image]
     if len(beside) > len(images or ()):
         reason = "content-not-text" if images is None else "image-missing"
-        raise _UnusableError(reason, "an image beside the messages, named by no part of them")
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in IMAGE_PARTS
-
-
-def _image(part: dict[str, Any]) -> str | bytes | None:
-    """What an image part names; a table gives each part every member, and of an image its path and maybe its bytes."""
-    for name in IMAGE_MEMBERS:
-        value = part.get(name)
-        if isinstance(value, dict):
-            value = _image(value)
-        if value and (isinstance(value, bytes) or (isinstance(value, str) and name != "bytes")):
-            return value
-    return None
-
-
-def _text(content: Any, title: str) -> str:
-    if content is None or isinstance(content, str):
-        return _unicode(content or "", title)
-    if isinstance(content, list):
-        return "".join(_text_part(part, title) for part in content)
-    raise _UnusableError("content-not-text", f"the content of {title} is {_kind(content)}")
-
-
-def _text_part(part: Any, title: str) -> str:
-    if isinstance(part, str):
-        return _unicode(part, title)
-    kind = part.get("type", "text") if isinstance(part, dict) else None
-    if kind in TEXT_PARTS and isinstance(part.get("text"), str):
-        return _unicode(part["text"], title)
-    content = f"a part of type {shortened(repr(kind))}" if kind is not None else _kind(part)
-    raise _UnusableError("content-not-text", f"{title} holds {content}; only text can be used")
-
-
-def _tool_calls(calls: Any, title: str) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as an object, which is what chat templates expect of OpenAI's JSON text."""
-    if isinstance(calls, str):
-        calls = _json(calls, "tool-calls-invalid", f"the tool_calls of {title}") if calls.strip() else None
-    if not calls:
-        return []
-    if not _is_list_of_objects(calls):
-        raise _UnusableError("tool-calls-invalid", f"the tool_calls of {title} are not a list of objects")
-    if not _is_list_of_objects([call.get("function") or {} for call in calls]):
-        raise _UnusableError("tool-calls-invalid", f"a function that {title} calls is not an object")
-    return _written([_tool_call(call) for call in calls], "tool-calls-invalid", f"the tool_calls of {title}")
-
-
-def _function_call(call: Any, title: str) -> list[dict[str, Any]]:
-    """The one call of a message in the form that OpenAI had before ``tool_calls``."""
-    if isinstance(call, str):
-        call = _json(call, "tool-calls-invalid", f"the function_call of {title}") if call.strip() else None
-    call = _without_null(call) if isinstance(call, dict) else call
-    return _tool_calls([{"type": "function", "function": call}], title) if call else []
-
-
-def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A call without the members that clients of OpenAI write as null; those of its arguments are the target's."""
-    members = _without_null(call)
-    if "function" not in members:
-        return members
-    if not isinstance(members["function"], dict):
-        kind = _kind(members["function"])
-        raise _UnusableError("tool-calls-invalid", f"the function of a call is {kind}, expected an object")
-    function = _without_null(members["function"])
-    if isinstance(function.get("arguments"), str):
-        with suppress(ValueError, RecursionError):
-            function["arguments"] = json.loads(function["arguments"])
-    return {**members, "function": function}
-
-
-def _without_null(members: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in members.items() if value is not None}
+        raise UnusableError(reason, "an image beside the messages, named by no part of them")
 
 
 def _row_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -533,7 +348,7 @@ def _row_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
         return tools
     functions = [one if "function" in one else {"type": "function", "function": one} for one in functions]
     if tools not in (None, functions):
-        raise _UnusableError("tools-invalid", f"{TOOLS_COLUMN} and {FUNCTIONS_COLUMN} are not the same")
+        raise UnusableError("tools-invalid", f"{TOOLS_COLUMN} and {FUNCTIONS_COLUMN} are not the same")
     return functions
 
 
@@ -541,59 +356,27 @@ def _template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
     """What a row gives its chat template by name, such as ``enable_thinking``."""
     kwargs = row.get(TEMPLATE_KWARGS)
     if isinstance(kwargs, str):
-        kwargs = _json(kwargs, "template-kwargs-invalid", TEMPLATE_KWARGS) if kwargs.strip() else None
+        kwargs = json_value(kwargs, "template-kwargs-invalid", TEMPLATE_KWARGS) if kwargs.strip() else None
     if not isinstance(kwargs, dict | None):
-        raise _UnusableError("template-kwargs-invalid", f"{TEMPLATE_KWARGS} is {_kind(kwargs)}, expected an object")
+        raise UnusableError("template-kwargs-invalid", f"{TEMPLATE_KWARGS} is {kind_of(kwargs)}, expected an object")
     named = dict(kwargs or {})
     if (switch := row.get(ENABLE_THINKING)) is not None:
         if not isinstance(switch, bool) or named.get(ENABLE_THINKING, switch) != switch:
             detail = f"{ENABLE_THINKING} is {shortened(repr(switch))}, expected one boolean"
-            raise _UnusableError("template-kwargs-invalid", detail)
+            raise UnusableError("template-kwargs-invalid", detail)
         named[ENABLE_THINKING] = switch
     for name in named:
         if name in _OF_TEMPLATES or not name.isidentifier():
-            raise _UnusableError("template-kwargs-invalid", f"{TEMPLATE_KWARGS} cannot give {shortened(name)}")
-    (written,) = _written([named], "template-kwargs-invalid", TEMPLATE_KWARGS)
+            raise UnusableError("template-kwargs-invalid", f"{TEMPLATE_KWARGS} cannot give {shortened(name)}")
+    (written,) = writable([named], "template-kwargs-invalid", TEMPLATE_KWARGS)
     return written
 
 
 def _tools(tools: Any, name: str) -> list[dict[str, Any]] | None:
     if isinstance(tools, str):
-        tools = _json(tools, "tools-invalid", name) if tools.strip() else None
+        tools = json_value(tools, "tools-invalid", name) if tools.strip() else None
     if not tools:
         return None
-    if not _is_list_of_objects(tools):
-        raise _UnusableError("tools-invalid", f"{name} is {_kind(tools)}, expected a list of objects")
-    return _written(tools, "tools-invalid", name)
-
-
-def _written(objects: list[dict[str, Any]], reason: str, title: str) -> list[dict[str, Any]]:
-    """Objects that JSON can hold, as templates and servers get them: a table may hold dates and bytes."""
-    try:
-        _unicode(json.dumps(objects, ensure_ascii=False), title)
-    except (TypeError, ValueError) as error:
-        raise _UnusableError(reason, f"{title}: {error}") from error
-    return objects
-
-
-def _is_list_of_objects(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
-
-
-def _unicode(text: str, title: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise _UnusableError("not-unicode", f"{title}: lone surrogate at character {error.start + 1}") from error
-    return text
-
-
-def _kind(value: Any) -> str:
-    names = {bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
-    return "null" if value is None else names.get(type(value), type(value).__name__)
-
-
-def shortened(text: str) -> str:
-    """What a message shows of a text that may be long, or no Unicode."""
-    text = text.encode(errors="backslashreplace").decode()
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+    if not is_list_of_objects(tools):
+        raise UnusableError("tools-invalid", f"{name} is {kind_of(tools)}, expected a list of objects")
+    return writable(tools, "tools-invalid", name)
