@@ -22,6 +22,7 @@ PACKED = (
 GROUPS: dict[str, tuple[Row, ...]] = {
     "read": (
         Row("raw file, preadv", "Preadv", READ, "raw"),
+        Row("raw file, preadv by 512 KiB, each checked", "PreadvChecked", READ, "raw"),
         LOAD,
         Row("torch.load per sample, dropped at once", "TorchFilesDropped", READ, "pt"),
         Row("safetensors per sample", "Safetensors", READ, "safetensors"),
@@ -150,6 +151,7 @@ READING = (
     (Bar("the same, loaded tensor dropped at once", 2), "OursUnchecked", "TorchFilesDropped"),
     (Bar("bf16 without checksum, against preadv", 1.15, False, reason=BEYOND_THE_COPY), "OursUnchecked", "Preadv"),
     (Bar("bf16, every chunk checked, against preadv", 1.4, False), "Ours", "Preadv"),
+    (Bar("the same, against preadv by 512 KiB, each checked", 1.15, False), "Ours", "PreadvChecked"),
     (Bar("q8 to packed bytes, checked, against preadv", 0.85, False), "SafePacked", "Preadv"),
     (Bar("compact to packed bytes, checked, against preadv", 0.55, False), "CompactPacked", "Preadv"),
     (Bar("bf16, every chunk checked, against torch.load", 1.5), "Ours", "TorchFiles"),

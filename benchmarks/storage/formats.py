@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from awscrt.checksums import crc32c
 
+CHECKED_BYTES = 1 << 19
 Samples = Callable[[], Iterator[np.ndarray]]
 Shapes = Sequence[tuple[int, int, int]]
 """Of each sample: layers, tokens, width."""
@@ -63,6 +65,18 @@ class Preadv(SampleFormat):
         done, view = 0, out.reshape(-1).view(np.uint8)
         while done < view.size:
             done += os.preadv(self._file, [view[done:].data], self._offsets[index] + done)
+
+
+class PreadvChecked(Preadv):
+    """The same in pieces, each checked while a core's own cache has it: what no format that checks can beat by much."""
+
+    def read(self, index: int, out: np.ndarray) -> None:
+        view = out.reshape(-1).view(np.uint8)
+        for start in range(0, view.size, CHECKED_BYTES):
+            piece = view[start : start + CHECKED_BYTES].data
+            if os.preadv(self._file, [piece], self._offsets[index] + start) != len(piece):
+                raise EOFError(f"raw.u16 ends within sample {index}")
+            crc32c(piece)
 
 
 class TorchFiles(SampleFormat):
