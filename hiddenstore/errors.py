@@ -303,7 +303,7 @@ class Kind(StrEnum):
     INIT_CHANGED = "init-changed", ConflictError, "The checkpoint that a run was initialised from has changed."
     START_MISSING = "start-missing", ConfigError, "That drafter starts as a part of its target, and none is named."
     INIT_DIFFERS = "init-differs", ConfigError, "The checkpoint to initialise from is of another shape."
-    PACK_INVALID = "pack-invalid", ConfigError, "Ranks, workers or tokens a pack cannot be arranged like that."
+    PACK_INVALID = "pack-invalid", ConfigError, "Ranks, workers, readers or tokens a pack cannot be arranged like that."
     DRAFTER_CONTRADICTION = "drafter-contradiction", ConfigError, "Settings of the drafter contradict each other."
     DRAFTER_SHAPE = "drafter-shape", ConfigError, "The drafter's shape does not fit the target."
     VOCAB_INVALID = "vocab-invalid", ConfigError, "A draft vocabulary is not one, or does not fit the target."

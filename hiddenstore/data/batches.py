@@ -281,6 +281,10 @@ class TokenBatches(IterableDataset[GlobalBatch]):
                 f"pack_tokens {self._pack_tokens} and batch_tokens {self.batch_tokens} must be 1 at least",
                 kind=Kind.PACK_INVALID,
             )
+        for name, least in {"epochs": 0, "threads": 1, "prefetch_bytes": 0}.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}, it must be {least} at least", kind=Kind.PACK_INVALID)
         if self.view.shortfall(self.store.capture, self._read, self._final)[0]:
             for slot in self._slots(np.arange(min(CHECKED_SAMPLES, len(self._lengths)))):
                 self.view.require_rows(self.store.sample(slot.id), self.store.capture, self._read, self._final)

@@ -320,9 +320,12 @@ def test_a_cursor_beyond_the_samples_is_refused(changes: dict[str, int]) -> None
         ({"rank": -1}, r"rank -1 is outside 0…0"),
         ({"pack_tokens": 0}, r"pack_tokens 0 and batch_tokens 60 must be 1 at least"),
         ({"pack_tokens": 60, "batch_tokens": 0}, r"pack_tokens 60 and batch_tokens 0 must be"),
+        ({"threads": 0}, r"threads is 0, it must be 1 at least"),
+        ({"epochs": -1}, r"epochs is -1, it must be 0 at least"),
+        ({"prefetch_bytes": -1}, r"prefetch_bytes is -1, it must be 0 at least"),
     ],
 )
-def test_ranks_and_packs_that_cannot_be_are_refused(options: dict[str, int], said: str) -> None:
+def test_ranks_packs_and_readers_that_cannot_be_are_refused(options: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         batches_of(MemoryStore(LENGTHS), **options)
     assert caught.value.kind == "pack-invalid"
