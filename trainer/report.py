@@ -18,6 +18,7 @@ from hiddenstore import settings
 from hiddenstore.console.text import count, percent, plural, seconds
 from hiddenstore.data import PackedBatch
 from hiddenstore.errors import ConfigError
+from hiddenstore.index.table import SPLITS
 from hiddenstore.inspect.samples import load_tokenizer, token_text
 from hiddenstore.report import page
 from hiddenstore.report.page import Bar, Html, Page, Section, Series, Verdict, join, table, tag
@@ -62,8 +63,7 @@ def measure(
         load_drafter(info.checkpoint, device, head=head, final_norm=norm, untrained=fresh) for fresh in (False, True)
     ]
     shape = DraftShape(drafters[0].within(draft_len))
-    splits = {entry.split for _, entry in store.entries}
-    split: Split = "validation" if "validation" in splits else "train"
+    split: Split = "validation" if (store.catalog.table.split == SPLITS.index("validation")).any() else "train"
     packs = _first(split_packs(store, split, drafters[0].needs, device), samples)
     trained, untrained = evaluate_packs(drafters, packs, [shape], device=device, on_pack=advance)
     if not trained.tally.drafts:

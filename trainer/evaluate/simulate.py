@@ -17,6 +17,7 @@ import numpy as np
 
 from hiddenstore.data import PackedBatch, TokenBatches
 from hiddenstore.errors import CaptureError, ConfigError, Kind
+from hiddenstore.index.table import SPLITS
 from hiddenstore.store import Store
 from schemas.manifest import Split
 from trainer.drafters import refuse_images
@@ -257,9 +258,10 @@ def _half(text: Text) -> int:
 def split_packs(store: Store, split: Split, needs: "Needs", device: str = "cpu") -> Iterator[PackedBatch]:
     """Every sample of a split once, in packs on ``device``. Raises ConfigError: ``split-empty``; the store lacks a
     layer."""
-    lengths = [entry.tokens for _, entry in store.entries if entry.split == split]
-    if not lengths:
-        others = sorted({entry.split for _, entry in store.entries})
+    table = store.catalog.table
+    lengths = table.tokens[table.split == SPLITS.index(split)]
+    if not len(lengths):
+        others = sorted(SPLITS[number] for number in np.unique(table.split))
         problem = f"{store.path} holds no {split} samples, only: {', '.join(others) or 'none at all'}"
         raise ConfigError(problem, kind=Kind.SPLIT_EMPTY, hint=f"--split {others[0]}" if others else None)
     batches = TokenBatches(

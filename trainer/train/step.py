@@ -16,6 +16,7 @@ import torch
 from hiddenstore.data import Cursor, GlobalBatch, PackedBatch
 from hiddenstore.errors import CaptureError, Kind
 from hiddenstore.files.documents import sha256_hex
+from hiddenstore.index.table import SPLITS
 from trainer.drafters.base import LossInputs
 from trainer.evaluate.acceptance import DraftShape
 from trainer.evaluate.simulate import evaluate_packs
@@ -138,11 +139,13 @@ def validate(state: TrainState) -> None:
     ``VALIDATION_DRAFT_LEN`` over the same text, as `evaluate` counts them, None where nothing could be drafted; text:
     digest of the samples walked, how far each is read and what teaches. Unchanged when the store has no such split, or
     nothing of it teaches."""
-    most = state.config.data.max_tokens
-    entries = (entry for _, entry in state.store.entries if entry.split == "validation")
-    lengths = {entry.id: min(entry.tokens, most or entry.tokens) for entry in entries}
-    if not lengths:
+    most, table = state.config.data.max_tokens, state.store.catalog.table
+    table = table.take(table.split == SPLITS.index("validation"))
+    if not len(table):
         return
+    lengths = {
+        sample: min(tokens, most or tokens) for sample, tokens in zip(table.ids, table.tokens.tolist(), strict=True)
+    }
     totals = Totals(state.objective.depths, state.device)
     text: list[tuple[str, int]] = []
 
