@@ -52,7 +52,7 @@ from hiddenstore.targets.rebuild import Rebuilder
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile, share_profile, target_differences, unstated_warning
 from hiddenstore.writer import PendingUnit, capture_differences, create_store, pending_units
 from schemas.capture import REBUILT, STATED, TOPK, CaptureSpec, Codecs, TargetIdentity
-from schemas.manifest import Container
+from schemas.manifest import Container, SampleEntry
 
 
 def check_sources(
@@ -281,10 +281,9 @@ def _units_as_cut(sources: Sequence[Store], destination: Store) -> tuple[list[Co
     done = committed_units(destination.fs)
     by_name: dict[str, list[CopyUnit]] = defaultdict(list)
     for source in sources:
-        for record in source.commits():
-            ids = tuple(entry.id for entry in record.samples)
-            by_name[record.unit].append(CopyUnit(record.unit, record.input, ids, (source, record)))
-    units = {name: max(several, key=lambda unit: len(unit.samples)) for name, several in by_name.items()}
+        for number, record in enumerate(source.commits()):
+            by_name[record.unit].append(CopyUnit(record.unit, record.input, origin=(source, number)))
+    units = {name: max(several, key=lambda unit: unit.count) for name, several in by_name.items()}
     registered_units = {unit for registered in destination.inputs().values() for unit in registered.units}
     lossy = _lossy_units(destination)
     named = indexed_revisions(destination.fs)
@@ -298,12 +297,15 @@ def _left_behind(by_name: Mapping[str, list[CopyUnit]], to_copy: Sequence[CopyUn
     """How many samples that a record of the copy will name as rejects are stored in a source."""
     with_rejects = np.flatnonzero(destination.catalog.facts["rejects"]).tolist()
     records = {record.unit: record for record in (destination.commits()[number] for number in with_rejects)}
-    records |= {unit.name: unit.origin[1] for unit in to_copy if unit.origin is not None}
+    for unit in to_copy:
+        if unit.origin is not None and unit.origin[0].catalog.facts["rejects"][unit.origin[1]]:
+            records[unit.name] = unit.record
     left: set[str] = set()
     for name, record in records.items():
         rejected = {reject.id for reject in record.rejects}
         left.update(*(rejected.intersection(unit.samples) for unit in by_name.get(name, ())))
-    return sum(name not in destination for name in left.difference(*(unit.samples for unit in to_copy)))
+    copied = (unit.samples for unit in to_copy) if left else ()
+    return sum(name not in destination for name in left.difference(*copied))
 
 
 def _lossy_units(destination: Store) -> dict[str, PendingUnit]:
@@ -349,7 +351,7 @@ class Copy:
 
     @property
     def samples(self) -> int:
-        return sum(len(unit.samples) for unit in self.units)
+        return sum(unit.count for unit in self.units)
 
     @property
     def verbatim(self) -> int:
@@ -359,17 +361,28 @@ class Copy:
     def bytes_to_write(self) -> int:
         """What the units take in the destination, about: those that keep their codes what they take now, unless their
         container keeps rows once and the destination's does not."""
-        origins = [(unit.origin[1], self._keeps_size(unit)) for unit in self.units if unit.origin is not None]
-        kept = sum(record.bytes_stored for record, keeps in origins if keeps)
-        entries = [entry for record, keeps in origins if not keeps for entry in record.samples]
-        if names := {name for unit in self.units if unit.origin is None for name in unit.samples}:
-            found = {entry.id: entry for source in self.sources for _, entry in source.entries if entry.id in names}
-            entries += found.values()
-        if not entries:
+        kept, sums = 0, np.zeros(4, dtype=np.int64)
+        for unit in self.units:
+            if unit.origin is not None and self._keeps_size(unit):
+                kept += int(unit.origin[0].catalog.facts["bytes_stored"][unit.origin[1]])
+        for entry in self._encoded_anew():
+            sums += (1, entry.tokens, entry.supervised, entry.final_rows)
+        if not sums.any():
             return kept
-        sums = (sum(getattr(entry, name) for entry in entries) for name in ("tokens", "supervised", "final_rows"))
         container = CONTAINERS[self.destination.manifest.container]
-        return kept + room_for(Counts(len(entries), *sums), self.destination.capture, container).size_bytes
+        return kept + room_for(Counts(*sums.tolist()), self.destination.capture, container).size_bytes
+
+    def _encoded_anew(self) -> Iterator[SampleEntry]:
+        """The samples whose bytes in the destination are not known before."""
+        for unit in self.units:
+            if unit.origin is not None and not self._keeps_size(unit):
+                yield from unit.record.samples
+        wanted = {name for unit in self.units for name in unit.gathered}
+        for source in self.sources if wanted else ():
+            for _, entry in source.entries:
+                if entry.id in wanted:
+                    wanted.remove(entry.id)
+                    yield entry
 
     def is_verbatim(self, unit: CopyUnit) -> bool:
         """Whether a unit keeps its files: it keeps its codes and layers, and its container is the destination's."""
@@ -454,9 +467,9 @@ def run_copy(copy: Copy, advance: Callable[[CopyReport], bool] | None = None) ->
     index_writer = IndexWriter(copy.destination.fs, copy.destination.catalog)
     for unit in copy.units:
         if unit.origin is not None and copy.is_verbatim(unit):
-            commit = copy_verbatim(*unit.origin, copy.destination, unit.revision)
+            commit = copy_verbatim(unit.origin[0], unit.record, copy.destination, unit.revision)
         elif unit.origin is not None and copy.keeps_codes(unit):
-            commit = copy_codes(*unit.origin, copy.destination, unit.revision)
+            commit = copy_codes(unit.origin[0], unit.record, copy.destination, unit.revision)
         elif unit.piece_of is not None:
             commit = copy_piece(unit.piece_of, unit, copy.destination)
         else:

@@ -176,19 +176,40 @@ _ROWS_PER_BATCH = 1024
 
 @dataclass(frozen=True)
 class CopyUnit:
-    """One unit to bring over: whole from ``origin``, a store and its record there, or its samples each from a store of
-    ``stores``; ``piece_of``: the store that has all of these in one unit, coded as they will be.
+    """One unit to bring over: whole from ``origin``, a store and the number of its record there, or the samples
+    ``gathered``, each from a store of ``stores``; ``piece_of``: the store that has all of these in one unit, coded as
+    they will be.
 
     ``revision`` is above 0 where the destination has the unit, without samples that were lost on disk.
     """
 
     name: str
     input: str
-    samples: tuple[str, ...]
-    origin: tuple[Store, CommitRecord] | None = None
+    gathered: tuple[str, ...] = ()
+    origin: tuple[Store, int] | None = None
     stores: tuple[Store, ...] = ()
     piece_of: Store | None = None
     revision: int = 0
+
+    @property
+    def record(self) -> CommitRecord:
+        """That of a whole unit, read anew: those of all units are an object a sample."""
+        assert self.origin is not None
+        source, number = self.origin
+        return source.commits()[number]
+
+    @property
+    def samples(self) -> tuple[str, ...]:
+        """Ids; those of a whole unit are read from its record."""
+        return self.gathered if self.origin is None else tuple(entry.id for entry in self.record.samples)
+
+    @property
+    def count(self) -> int:
+        """How many samples."""
+        if self.origin is None:
+            return len(self.gathered)
+        source, number = self.origin
+        return int(source.catalog.facts["samples"][number])
 
     @property
     def is_gathered(self) -> bool:
@@ -357,7 +378,7 @@ def copy_decoded(destination: Store, unit: CopyUnit, head: HeadBundle | None) ->
     """Decode the samples of a unit and write them as one new unit; ``head`` makes top tokens of final hiddens."""
     layers = destination.capture.aux_layers
     if unit.origin is not None:
-        source, commit = unit.origin
+        source, commit = unit.origin[0], unit.record
         # By index, not by id: another unit of the source may hold the same id, captured in another batch.
         reader = source.open_unit(commit)
         records = [source.read_unit(reader, number, layers) for number in range(len(commit.samples))]

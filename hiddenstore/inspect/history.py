@@ -85,7 +85,10 @@ def snapshots(fs: Filesystem, errors: list[HiddenstoreError]) -> Iterator[Event]
 
 
 def _records(store: "Store", errors: list[HiddenstoreError]) -> Iterator[Event]:
-    counting = {commit.name: commit for commit in store.commit_files}
+    counting = set(store.catalog.names)
+    # In the order of their names, as those below: of all records one at a time is in memory.
+    files = iter(store.commit_files)
+    upcoming = next(files, None)
     names = list(counting) if store.is_frozen else store.fs.list(layout.COMMITS_DIR)
     parsed = sorted((parsed, name) for name in names if (parsed := layout.parse_commit(name)) is not None)
     unreadable = {getattr(error, "path", "").rpartition("/")[2] for error in errors}
@@ -93,12 +96,14 @@ def _records(store: "Store", errors: list[HiddenstoreError]) -> Iterator[Event]:
     for commit_name, name in parsed:
         if name in unreadable:
             continue
-        try:
-            read = partial(read_commit, store.fs, name)
-            commit = counting.get(name) or twice(store.fs, read, f"{layout.COMMITS_DIR}/{name}")
-        except DAMAGE as error:
-            errors.append(error)
-            continue
+        if upcoming is not None and upcoming.name == name:
+            commit, upcoming = upcoming, next(files, None)
+        else:
+            try:
+                commit = twice(store.fs, partial(read_commit, store.fs, name), f"{layout.COMMITS_DIR}/{name}")
+            except DAMAGE as error:
+                errors.append(error)
+                continue
         yield _event(store.fs, commit, commit_name.revision, before, is_last=name in counting)
         before = commit
 

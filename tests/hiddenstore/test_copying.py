@@ -1,6 +1,8 @@
 """Merge, subset and re-encode: what a copy holds, and that it resumes."""
 
+import gc
 import shutil
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ from hiddenstore.commit import engine_of, publish_commit
 from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError
 from hiddenstore.files import layout
 from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.index import catalog
 from hiddenstore.inputs import RegisteredInput
 from hiddenstore.inspect.facts import info
+from hiddenstore.inspect.history import _records
 from hiddenstore.inspect.samples import parse_where, view
 from hiddenstore.segments import CONTAINERS
 from hiddenstore.store import Store
@@ -31,7 +35,7 @@ from hiddenstore.testing.builders import (
 )
 from hiddenstore.verify import verify
 from hiddenstore.writer import create_store, register_input, write_unit
-from schemas.manifest import Container, Engine, Recapture, Reject
+from schemas.manifest import CommitRecord, Container, Engine, Recapture, Reject
 
 
 def copy(sources: list[Store], place: Path, recipe: str | None = None, where: str | None = None) -> Store:
@@ -65,6 +69,24 @@ def test_a_whole_copy_has_the_same_units_and_bytes(tmp_path: Path) -> None:
     assert found.manifest == source.manifest
     assert set(found.inputs()) == set(source.inputs())
     assert verify(found.path, "bytes").ok
+
+
+def test_neither_a_copy_nor_a_log_keeps_the_records_that_they_go_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_store(tmp_path, samples=40).path
+    monkeypatch.setattr(catalog, "KEPT_SAMPLES", 1)
+    monkeypatch.setattr(catalog, "BATCH", 1)
+
+    def most_records(work: Callable[[], Iterable[Any]]) -> int:
+        gc.collect()
+        before = sum(type(one) is CommitRecord for one in gc.get_objects())
+        return max(sum(type(one) is CommitRecord for one in gc.get_objects()) for _ in work()) - before
+
+    store = Store.open(path)
+    assert len(store.commits()) > 12
+    assert most_records(lambda: [open_copy([store], tmp_path / "copy")]) < 6
+    assert most_records(lambda: _records(store, [])) < 6
 
 
 @pytest.mark.parametrize("layers", [[], [3]])
