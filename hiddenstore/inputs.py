@@ -275,7 +275,7 @@ class PreparedInput:
         self.fs = fs
         self.folder = fs.root
         self.info = info
-        self._verified: set[str] = set()
+        self._verified: dict[str, tuple[int, ...]] = {}
 
     def __repr__(self) -> str:
         return f"PreparedInput({self.folder!r}, samples={self.info.samples:,}, tokens={self.info.tokens:,})"
@@ -408,12 +408,15 @@ class PreparedInput:
         return typed
 
     def _verified_part(self, path: Path, entry: FileEntry) -> pq.ParquetFile:
-        if entry.path not in self._verified:
+        status = path.stat()
+        # A job goes back to a part after hours, and another may lie there by then.
+        version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        if self._verified.get(entry.path) != version:
             with path.open("rb") as file:
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             if sha256 != entry.sha256:
                 raise _corrupt(f"{self.folder}/{entry.path}", f"expected sha256 {entry.sha256}, found {sha256}")
-            self._verified.add(entry.path)
+            self._verified[entry.path] = version
         return pq.ParquetFile(path)
 
 

@@ -110,6 +110,16 @@ def test_a_damaged_part_is_refused_before_its_first_row(tmp_path: Path, damage: 
     assert (damage == "delete") == error.value.message.endswith("found no file")
 
 
+def test_a_part_that_was_replaced_since_it_was_verified_is_refused(tmp_path: Path) -> None:
+    folder, other = make_data(tmp_path, samples=9), make_data(tmp_path / "other", samples=9, seed=1)
+    prepared = PreparedInput.open(folder)
+    assert len(list(prepared.samples())) == 9
+    (part,) = prepared.info.files
+    (other / part.path).replace(folder / part.path)
+    with pytest.raises(CorruptionError, match="expected sha256"):
+        next(prepared.samples())
+
+
 def test_data_that_names_another_digest_is_refused_at_registration() -> None:
     prepared = memory_input(3)
     prepared.info = prepared.info.model_copy(update={"digest": "0" * 64})
