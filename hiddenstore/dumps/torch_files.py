@@ -6,6 +6,7 @@ SpecForge, from its ``offline_reader`` and strategies: ``rows_<a>-<b>/data_<row>
 
 ModelOpt, from its ``collect_hidden_states`` scripts and its offline dataset: ``<sample id>.pt`` with ``input_ids`` [T],
 ``hidden_states`` [T, D] after the final norm, ``aux_hidden_states`` [T, L·D], ``loss_mask`` [T], ``conversation_id``.
+Its dataset reads that mask with ``answer_only_loss`` alone, and teaches every token without.
 
 Shapes: T tokens, L aux layers, D target width.
 """
@@ -83,4 +84,10 @@ EAGLE3 = PeerLayout(
     "specforge-eagle3", "output", "post_norm", partial(TorchFilesWriter, _by_row, _eagle3), layer_count=3
 )
 DFLASH = PeerLayout("specforge-dflash", "output", None, partial(TorchFilesWriter, _by_row, _dflash))
-MODELOPT = PeerLayout("modelopt-hf", "output", "post_norm", partial(TorchFilesWriter, _by_id, _modelopt))
+MODELOPT = PeerLayout(
+    "modelopt-hf",
+    "output",
+    "post_norm",
+    partial(TorchFilesWriter, _by_id, _modelopt),
+    masks_by="training.answer_only_loss=true",
+)

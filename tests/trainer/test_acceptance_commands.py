@@ -17,7 +17,7 @@ from hiddenstore.files import layout
 from hiddenstore.records import Record, Sample, final_row_positions, sample_id
 from hiddenstore.store import Store
 from hiddenstore.targets.folder import open_target
-from hiddenstore.testing.builders import ENGINE, memory_input
+from hiddenstore.testing.builders import ENGINE, make_store, memory_input
 from hiddenstore.verify.profile import PROFILE_PATH, make_profile, write_profile
 from hiddenstore.writer import create_store, register_input, write_unit
 from schemas.capture import CaptureSpec, Codecs, HeadSpec, TargetIdentity
@@ -432,6 +432,16 @@ def test_export_data_refuses_or_fills_as_asked(made, tmp_path):
     assert found["schema"] == "hiddenstore.export-data/1"
     assert found["samples"] == 24
     assert found["layer_ids"] == [1, 2, 3]
+
+
+def test_export_data_says_what_modelopt_masks_its_loss_by(made, tmp_path):
+    word = "training.answer_only_loss=true"
+    words = ["export-data", str(made / "store"), "--to", "modelopt-hf", "-o", str(tmp_path / "data")]
+    assert word in run(words, 4).stderr
+    assert f"teaches them unless it is told {word}" in run([*words, "--missing-final", "zeros"]).stderr
+    every = make_store(tmp_path / "every", layers=(1, 3, 5), codec="bf16", final="all")
+    words = ["export-data", str(every.path), "--to", "modelopt-hf", "-o", str(tmp_path / "all")]
+    assert f"teaches every token, questions too, unless it is told {word}" in run(words).stderr
 
 
 def test_the_identity_of_a_target_is_that_of_capture(made):
