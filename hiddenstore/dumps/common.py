@@ -71,7 +71,7 @@ class PeerLayout:
 
     ``layer_count``: how many layers it insists on. ``name`` is also the import's. Without ``holds_states`` the peer
     reads the states from the store itself, and the writer gets none. ``masks_by``: without which word its trainer takes
-    its loss at every token, where it does.
+    its loss at every token, where it does. Without ``is_in_order`` it reads files in an order of its own, all of them.
     """
 
     name: str
@@ -81,6 +81,7 @@ class PeerLayout:
     layer_count: int | None = None
     holds_states: bool = True
     masks_by: str = ""
+    is_in_order: bool = True
 
 
 @dataclass(frozen=True)

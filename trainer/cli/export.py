@@ -218,7 +218,7 @@ def export_data(store: str, name: str, out: str, layers: tuple[int, ...] | None,
     scope = layout, layers, missing_final
     with Progress("export-data", total=total, unit="tokens") as progress:
         exported = export_samples(source, require_local(out, "an export of data"), *scope, progress.advance)
-    output().data(_document(store, exported), human=lambda: output().pairs(_lines(exported)))
+    output().data(_document(store, exported), human=lambda: output().pairs(_lines(exported, layout.is_in_order)))
     if exported.zero_rows:
         rows = f"{exported.zero_rows:,} of {exported.tokens:,} rows"
         taught = f", and its trainer teaches them unless it is told {layout.masks_by}" if layout.masks_by else ""
@@ -246,13 +246,19 @@ def _document(store: str, exported: "ExportedData") -> dict[str, object]:
     }
 
 
-def _lines(exported: "ExportedData") -> list[tuple[str, str]]:
+def _lines(exported: "ExportedData", is_in_order: bool) -> list[tuple[str, str]]:
+    from hiddenstore.dumps.common import SAMPLES_FILE
+
     size = f"{exported.samples:,} samples, {exported.tokens:,} tokens, {exported.bytes / 1e6:,.1f} MB"
     final = ", final norm applied" if exported.normed else ""
+    validation = f"the last {exported.validation_samples:,} samples"
+    if not is_in_order:
+        listed = f"{SAMPLES_FILE} lists them, and its trainer would train on all"
+        validation = f"{exported.validation_samples:,} samples: {listed}"
     return [
         ("written", f"{exported.path}: {size}"),
         ("layers", f"{exported.layer_ids} as {exported.layout} counts{final}"),
-        ("validation", f"the last {exported.validation_samples:,} samples"),
+        ("validation", validation),
     ]
 
 
