@@ -70,7 +70,8 @@ class PeerLayout:
     """What a peer reads: ``final`` is the norm state it takes the final hidden in, None when it reads none.
 
     ``layer_count``: how many layers it insists on. ``name`` is also the import's. Without ``holds_states`` the peer
-    reads the states from the store itself, and the writer gets none.
+    reads the states from the store itself, and the writer gets none. ``masks_by``: without which word its trainer takes
+    its loss at every token, where it does. Without ``is_in_order`` it reads files in an order of its own, all of them.
     """
 
     name: str
@@ -79,6 +80,8 @@ class PeerLayout:
     writer: Callable[[Path, ExportScope], SampleWriter]
     layer_count: int | None = None
     holds_states: bool = True
+    masks_by: str = ""
+    is_in_order: bool = True
 
 
 @dataclass(frozen=True)
@@ -264,7 +267,8 @@ def _require_final(store: Store, layout: PeerLayout, layers: Sequence[int], miss
         if absent:
             what = "no final hidden" + (", only the target's top tokens in its place" if capture.holds_topk else "")
         else:
-            way_out = "; --missing-final zeros is right for a trainer that masks its loss"
+            alone = f", as this one does where it is alone {layout.masks_by}" if layout.masks_by else ""
+            way_out = f"; --missing-final zeros is right for a trainer that masks its loss{alone}"
         named, target = ",".join(map(str, layers)), " ".join(target_words(capture.target))
         raise FormatError(
             f"{store.path} holds {what}; {layout.name} reads it at every token{way_out}",

@@ -2,10 +2,14 @@
 
 SpecForge, from its ``offline_reader`` and strategies: ``rows_<a>-<b>/data_<row>.ckpt``, unpadded; EAGLE-3 ``input_ids``
 [T], ``loss_mask`` [T], ``aux_hidden_state`` [1, T, 3·D], ``hidden_state`` [1, T, D] after the final norm; DFlash
-``hidden_states`` [1, T, L·D] and no final hidden. It splits nothing: validation samples come last.
+``hidden_states`` [1, T, L·D] and no final hidden. It reads them sorted as text.
 
 ModelOpt, from its ``collect_hidden_states`` scripts and its offline dataset: ``<sample id>.pt`` with ``input_ids`` [T],
 ``hidden_states`` [T, D] after the final norm, ``aux_hidden_states`` [T, L·D], ``loss_mask`` [T], ``conversation_id``.
+Its dataset reads that mask with ``answer_only_loss`` alone, and teaches every token without. It reads the files as
+the folder lists them.
+
+Neither splits anything: which samples are of validation stands in ``hiddenstore-samples.parquet``.
 
 Shapes: T tokens, L aux layers, D target width.
 """
@@ -80,7 +84,19 @@ def _modelopt(exported: ExportedSample) -> Entries:
 
 
 EAGLE3 = PeerLayout(
-    "specforge-eagle3", "output", "post_norm", partial(TorchFilesWriter, _by_row, _eagle3), layer_count=3
+    "specforge-eagle3",
+    "output",
+    "post_norm",
+    partial(TorchFilesWriter, _by_row, _eagle3),
+    layer_count=3,
+    is_in_order=False,
 )
-DFLASH = PeerLayout("specforge-dflash", "output", None, partial(TorchFilesWriter, _by_row, _dflash))
-MODELOPT = PeerLayout("modelopt-hf", "output", "post_norm", partial(TorchFilesWriter, _by_id, _modelopt))
+DFLASH = PeerLayout("specforge-dflash", "output", None, partial(TorchFilesWriter, _by_row, _dflash), is_in_order=False)
+MODELOPT = PeerLayout(
+    "modelopt-hf",
+    "output",
+    "post_norm",
+    partial(TorchFilesWriter, _by_id, _modelopt),
+    masks_by="training.answer_only_loss=true",
+    is_in_order=False,
+)

@@ -58,10 +58,11 @@ from trainer.evaluate.server import (
     LLAMACPP_PREFIX,
     _iterations,
     _read_chat_with_meta,
-    _read_completion_choices,
+    _read_completion,
     _read_generated,
     trtllm_counts,
     vllm_counts,
+    with_choices,
 )
 from trainer.settings import check_settings
 from trainer.train import checkpoint as saved
@@ -429,7 +430,7 @@ def text_parsers(folder: Path) -> dict[str, Parse]:
         "generate.json": answer(lambda body: _read_generated(json.loads(body))),
         "metrics.txt": answer(lambda body: vllm_counts(body.decode())),
         "llamacpp.txt": answer(lambda body: vllm_counts(body.decode(), LLAMACPP_PREFIX)),
-        "llamacpp.json": answer(lambda body: _read_completion_choices(json.loads(body))),
+        "llamacpp.json": answer(lambda body: with_choices(_read_completion)(json.loads(body))),
         "trtllm.json": answer(lambda body: trtllm_counts(_iterations(json.loads(body)))),
         "metrics.jsonl": in_a_file("metrics.jsonl", lambda path: read_curves(path.parent), folder),
         "pipeline.yaml": in_a_file("p.yaml", pipeline, folder),

@@ -83,6 +83,22 @@ def test_a_step_of_its_model_from_a_store_is_the_step_from_its_own_files(store: 
     assert any(bool(gradient.any()) for gradient in theirs)
 
 
+def test_rows_of_zeros_in_files_are_taught_without_the_word_that_an_export_names_and_not_with_it(
+    tmp_path: Path,
+) -> None:
+    name, value = MODELOPT.masks_by.removeprefix("training.").split("=")
+    held = make_store(tmp_path / "store", samples=4, layers=(1, 3, 5), codec="bf16", final="supervised")
+    export_samples(held, tmp_path / "files", MODELOPT, missing_final="zeros")
+    files = sorted(map(str, (tmp_path / "files").glob("*.pt")))
+
+    def taught_zeros(**how: bool) -> int:
+        items = utils.OfflineSupervisedDataset(files, **how)
+        return sum(int((x["loss_mask"].bool() & (x["base_model_hidden_states"] == 0).all(-1)).sum()) for x in items)
+
+    assert taught_zeros() > 0
+    assert taught_zeros(**{name: value == "true"}) == 0
+
+
 def test_a_store_without_every_final_row_is_refused_unless_zeros_are_asked_for(tmp_path: Path) -> None:
     """Its loss is masked by ``loss_mask``, so rows of zeros teach nothing there."""
     held = make_store(tmp_path, samples=4, layers=(1, 3, 5), codec="bf16", final="supervised")

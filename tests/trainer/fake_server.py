@@ -16,8 +16,9 @@ RECORDED = (Path(__file__).parent / "vllm_metrics.txt").read_text(encoding="utf-
 class FakeServer(ThreadingHTTPServer):
     """Every answer is the last question in capitals, of ``tokens`` tokens: one of the prefill, the rest by drafts that
     accept ``accepts`` tokens in turn. With a ``key`` it answers nobody without. ``says`` are other answers by question;
-    ``lead`` is by how much each word of an answer leads the second choice, None for a server that does not say; ``top``
-    what it gives for each word, a logit where it is positive."""
+    ``lead`` is by how much each word of an answer leads the ``second`` choice, None for a server that does not say;
+    ``top`` what it gives for each word, a logit where it is positive. ``thinks`` are thoughts by question, which a
+    reasoning parser gives apart. It refuses more than ``most_choices`` of a token."""
 
     daemon_threads = True
 
@@ -30,10 +31,14 @@ class FakeServer(ThreadingHTTPServer):
         says: Mapping[str, str] | None = None,
         lead: float | None = None,
         top: float = -0.5,
+        second: str = "other",
+        thinks: Mapping[str, str] | None = None,
+        most_choices: int = 20,
     ) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.engine, self.models, self.accepts, self.key = engine, models, accepts, key
-        self.says, self.lead, self.top = says or {}, lead, top
+        self.says, self.lead, self.top, self.second = says or {}, lead, top, second
+        self.thinks, self.most_choices = thinks or {}, most_choices
         self.tokens = 1 + sum(1 + accepted for accepted in accepts) if accepts else 7
         self.answered = self.iteration = 0
         self.asked: list[tuple[str, dict[str, Any]]] = []
@@ -138,25 +143,35 @@ class _Handler(BaseHTTPRequestHandler):
         if body.get("messages", [{}])[-1].get("content") == "too long":
             self._answer(json.dumps({"error": {"message": "the prompt is longer than the context"}}), 400)
             return
+        if max(body.get("top_logprobs", 0), body.get("logprobs") or 0) > self.server.most_choices:
+            self._answer(json.dumps({"error": {"message": "more choices than are sent"}}), 400)
+            return
         meta = self.server.meta_info()
         if self.path == "/generate":
             self._answer(json.dumps({"text": "MADE", "meta_info": meta}))
             return
         question = body["messages"][-1]["content"] if "messages" in body else "made"
         said = self.server.says.get(question, question.upper())
-        choice: dict[str, Any] = {"message": {"role": "assistant", "content": said}, "text": said}
+        choice: dict[str, Any] = {"message": {"role": "assistant", "content": said or None}, "text": said}
+        words = re.findall(r"\S+\s*", said)
+        if question in self.server.thinks and "messages" in body:
+            thought = self.server.thinks[question]
+            choice["message"]["reasoning" if self.server.engine == "vllm" else "reasoning_content"] = thought
+            words = ["<think>", "\n", *re.findall(r"\S+\s*", thought), "</think>", "\n\n", *words]
         if body.get("logprobs") and self.server.lead is not None:
-            words = re.findall(r"\S+\s*", said)
-            first, second = self.server.top, self.server.top - self.server.lead
-            tops = [{"logprob": first}, {"logprob": second}]
-            choice["logprobs"] = {"content": [{"token": word, "top_logprobs": tops} for word in words]}
-            # llama.cpp answers completions in the form of chats.
-            if "prompt" in body and self.server.engine != "llamacpp":
-                tops = [{word: first, "other": second} for word in words]
-                choice["logprobs"] = {"tokens": words, "top_logprobs": tops}
+            choice["logprobs"] = self._logprobs(words, "prompt" in body)
         if self.server.engine == "sglang" and body.get("return_meta_info"):
             choice["meta_info"] = meta
         self._answer(json.dumps({"choices": [choice], "usage": {"completion_tokens": self.server.tokens}}))
+
+    def _logprobs(self, words: list[str], is_text: bool) -> dict[str, Any]:
+        first, second = self.server.top, self.server.top - self.server.lead
+        tops = [{word: first, self.server.second: second} for word in words]
+        # llama.cpp answers completions in the form of chats.
+        if is_text and self.server.engine != "llamacpp":
+            return {"tokens": words, "top_logprobs": tops}
+        listed = [[{"token": text, "logprob": value} for text, value in top.items()] for top in tops]
+        return {"content": [{"token": word, "top_logprobs": top} for word, top in zip(words, listed, strict=True)]}
 
     def _is_let_in(self) -> bool:
         """A server with a key repeats what it was sent in its refusal, as some do."""

@@ -6,6 +6,7 @@ import shlex
 import shutil
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from click.testing import CliRunner
@@ -17,7 +18,7 @@ from hiddenstore.files import layout
 from hiddenstore.records import Record, Sample, final_row_positions, sample_id
 from hiddenstore.store import Store
 from hiddenstore.targets.folder import open_target
-from hiddenstore.testing.builders import ENGINE, memory_input
+from hiddenstore.testing.builders import ENGINE, make_store, memory_input
 from hiddenstore.verify.profile import PROFILE_PATH, make_profile, write_profile
 from hiddenstore.writer import create_store, register_input, write_unit
 from schemas.capture import CaptureSpec, Codecs, HeadSpec, TargetIdentity
@@ -432,6 +433,29 @@ def test_export_data_refuses_or_fills_as_asked(made, tmp_path):
     assert found["schema"] == "hiddenstore.export-data/1"
     assert found["samples"] == 24
     assert found["layer_ids"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_in_order"), [("modelopt-hf", False), ("specforge-dflash", False), ("deepspec", True)]
+)
+def test_export_data_says_where_the_split_stands_of_a_trainer_that_reads_another_order(name, is_in_order, tmp_path):
+    store = make_store(tmp_path / "store", layers=(1, 3, 5), codec="bf16", final="all")
+    said = run(["export-data", str(store.path), "--to", name, "-o", str(tmp_path / "data")]).stdout
+    rows = pq.read_table(tmp_path / "data" / "hiddenstore-samples.parquet").to_pylist()
+    count = sum(row["split"] == "validation" for row in rows)
+    assert count > 0
+    assert (f"the last {count} samples" in said) == is_in_order
+    assert (f"{count} samples: hiddenstore-samples.parquet lists them" in said) != is_in_order
+
+
+def test_export_data_says_what_modelopt_masks_its_loss_by(made, tmp_path):
+    word = "training.answer_only_loss=true"
+    words = ["export-data", str(made / "store"), "--to", "modelopt-hf", "-o", str(tmp_path / "data")]
+    assert word in run(words, 4).stderr
+    assert f"teaches them unless it is told {word}" in run([*words, "--missing-final", "zeros"]).stderr
+    every = make_store(tmp_path / "every", layers=(1, 3, 5), codec="bf16", final="all")
+    words = ["export-data", str(every.path), "--to", "modelopt-hf", "-o", str(tmp_path / "all")]
+    assert f"teaches every token, questions too, unless it is told {word}" in run(words).stderr
 
 
 def test_the_identity_of_a_target_is_that_of_capture(made):

@@ -80,7 +80,10 @@ def test_an_answer_that_differs_is_listed_with_the_gap_of_the_logits_where_it_pa
     key = "made" if render else QUESTION
     says = {key: QUESTION.upper()}
     more = ["--target", save_target(tmp_path / "target")] if render else []
-    with fake_server(accepts=ACCEPTS, says={key: other}) as server, fake_server(lead=lead, top=top, says=says) as plain:
+    with (
+        fake_server(accepts=ACCEPTS, says={key: other}) as server,
+        fake_server(lead=lead, top=top, says=says, second="LAST ") as plain,
+    ):
         words = ["--server", server.url, "--baseline-server", plain.url, "--prompts", prompts, "--rounds", "2", *more]
         result = evaluate(*words, "--json")
     found = json.loads(result.stdout)
@@ -102,9 +105,10 @@ def test_every_two_answers_that_differ_are_judged_whatever_their_round():
 
         asked, dtype = 0, "bfloat16"
 
-        def choices(self, messages, sampling):
+        def retell(self, messages, sampling):
             self.asked += 1
-            return [Choice("a ", 3.0, "z", 20.0), Choice("b ", 0.125, "c", 20.0), Choice("d", 2.0, "e", 20.0)]
+            others = ("a ", {"z": 3.0}), ("b ", {"c": 0.125, "q": 0.1875}), ("d", {"e": 2.0})
+            return Completion("a b d", 3, choices=tuple(Choice(token, choices, 20.0) for token, choices in others))
 
     def answers(*texts):
         return [TaskResult("t", 1, 1.0, [Completion(text, 3) for text in texts])]
@@ -119,7 +123,7 @@ def test_every_two_answers_that_differ_are_judged_whatever_their_round():
     assert listed == {
         ("b d", "c"): (2, 0.125, True),
         ("a b d", "z b d"): (1, 3.0, False),
-        ("q", "b d"): (1, 0.125, True),
+        ("q", "b d"): (1, 0.1875, True),
     }
     assert {one.turn for one in found} == {0}
     # Steps at 16 to 32 are 2^-6 in fp16: two are less than the lead of 0.125.
@@ -167,12 +171,66 @@ def test_rounding_turns_two_logits_two_steps_apart_around_and_never_three():
 
 
 def test_answers_part_at_the_token_that_begins_alike_though_a_later_letter_is_the_first_to_differ():
-    choices = [Choice("nums", 5.0, "x"), Choice("[", 0.0, "[:"), Choice("i", 2.25, "j"), Choice(" + 1", 3.0, "]")]
-    assert _parting(choices, "nums[:i + 1]", 5).second == "[:"
-    # Where the second choice of that very letter's token is the other's word, it is there.
-    assert _parting(choices, "nums[j]", 5).lead == 2.25
-    assert _parting(choices, "nums[k]", 5).lead == 2.25
+    others = ("nums", {"x": 5.0}), ("[", {"[:": 0.0}), ("i", {"j": 2.25, ":": 9.0}), (" + 1", {"]": 3.0})
+    choices = [Choice(token, each, -0.5) for token, each in others]
+    # Also where the token of that very letter has a choice that begins alike, behind by more.
+    assert _parting(choices, "nums[:i + 1]", 5) == (0.0, -0.5)
+    # Where a choice of that very letter's token is the other's word, it is there.
+    assert _parting(choices, "nums[j]", 5) == (2.25, -0.5)
     assert _parting(choices, "nums[i + 1]", 99) is None
+
+
+@pytest.mark.parametrize(
+    ("drafted", "gap"),
+    [
+        ("It is paris.", 0.25),
+        ("It is Pisa.", 3.0),
+        ("It is 🗼.", 2.0),
+        ("It is", 4.0),
+        # No choice of the plain server's: nobody knows how far behind it lies.
+        ("It is banana.", None),
+        ("It is p", None),
+        ("Paris", None),
+    ],
+)
+@pytest.mark.parametrize("thought", ["", "It is easy: Paris"])
+def test_the_gap_is_that_of_the_word_that_the_other_answer_goes_on_with_behind_a_thought_too(drafted, gap, thought):
+    others = {"\xa0Paris": 0.125, " paris": 0.25, " \ufffd": 2.0, " P": 3.0, "<|im_end|>": 4.0}
+    tokens = [*(["<think>", *thought.partition(" "), "</think>", "\n"] if thought else []), "It is", " Paris", "."]
+    choices = tuple(Choice(token, others if token == " Paris" else {"That": 9.0}, 20.0) for token in tokens)
+
+    class Plain:
+        dtype = "bfloat16"
+
+        def retell(self, messages, sampling):
+            return Completion("It is Paris.", 3, thought=thought, choices=choices)
+
+    def answers(text):
+        return [[TaskResult("t", 1, 1.0, [Completion(text, 3, thought=thought)])]]
+
+    question = Question("t", [{"role": "user", "content": "which"}])
+    differing = parted([question], answers("It is Paris."), answers(drafted))
+    (one,) = departures(Plain(), [question], differing, SamplingOptions(8, 0.0))
+    assert (one.logit_gap, one.is_tie) == (gap, gap == 0.25)
+    assert (one.plain, one.logit) == ("It is Paris."[one.at - len(thought) :], None if gap is None else 20.0)
+
+
+@pytest.mark.parametrize(
+    ("engine", "second", "kind"), [("vllm", "LAST ", "ties"), ("llamacpp", "PAST ", "differences")]
+)
+def test_thoughts_that_part_are_judged_as_texts_are(engine, second, kind, prompts):
+    says, thinks = {QUESTION: "SO"}, {QUESTION: "WHICH IS NEXT IN IT"}
+    others = {QUESTION: "WHICH IS LAST IN IT"}
+    with (
+        fake_server(engine=engine, accepts=ACCEPTS, says=says, thinks=others) as server,
+        fake_server(engine=engine, says=says, thinks=thinks, lead=0.25, second=second) as plain,
+    ):
+        words = ["--server", server.url, "--baseline-server", plain.url, "--prompts", prompts, "--json"]
+        found = json.loads(CliRunner().invoke(main, ["eval", "--engine", engine, *words]).stdout)
+    ((row,), others) = found[kind], found["differences" if kind == "ties" else "ties"]
+    assert (row["at"], row["plain"], row["drafted"]) == (9, "NEXT IN IT", "LAST IN IT")
+    assert row["logit_gap"] == (0.25 if kind == "ties" else None)
+    assert others == []
 
 
 def test_rounds_without_a_baseline_are_refused(prompts):

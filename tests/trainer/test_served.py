@@ -322,8 +322,40 @@ def test_what_was_measured_stays_where_llama_cpp_begins_to_round_while_it_answer
 def test_a_llama_server_says_the_gaps_of_a_completion_in_the_form_of_chats():
     with fake_server(engine="llamacpp", lead=0.5) as server:
         client = HttpClient(ServerAccess(server.url))
-        choices = LlamacppServer(client, None, lambda messages, kwargs: [1]).choices([], SamplingOptions(4))
-    assert choices == [("MADE", 0.5, "", -0.5)]
+        told = LlamacppServer(client, None, lambda messages, kwargs: [1]).retell([], SamplingOptions(4))
+    assert (told.text, told.choices) == ("MADE", (("MADE", {"other": 0.5}, -0.5),))
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm", "llamacpp"])
+def test_answers_that_are_thoughts_alone_are_compared_by_these_and_said_to_be_empty(engine, tmp_path):
+    (tmp_path / "mt.jsonl").write_text(json.dumps(MT_BENCH) + "\n")
+    turns = MT_BENCH["turns"]
+    empty, thoughts = dict.fromkeys(turns, ""), {turn: f"They want: {turn}" for turn in turns}
+    others = {**thoughts, turns[1]: "zzz"}
+    with (
+        fake_server(engine=engine, says=empty, thinks=thoughts) as plain,
+        fake_server(engine=engine, says=empty, thinks=others, accepts=ACCEPTS) as server,
+    ):
+        more = ["--baseline-server", plain.url, "--json"]
+        result = run(words(engine, server, str(tmp_path / "mt.jsonl"), *more))
+        sent = server.asked[-1][1]["messages"][1]
+    found = json.loads(result.stdout)
+    assert (found["answers"], found["rows"][0]["same_as_baseline"]) == (2, 1)
+    assert [(row["turn"], row["plain"], row["drafted"]) for row in found["differences"]] == [
+        (1, "They want: Rewrite i", "zzz")
+    ]
+    assert sent == {"role": "assistant", "content": ""}
+    for one in (plain, server):
+        assert f"{one.url} answered with thoughts alone" in result.stderr
+
+
+@pytest.mark.parametrize(("most_choices", "asked"), [(20, [20]), (5, [20, 5]), (2, [20, 5, 2])])
+def test_a_server_is_asked_for_as_many_choices_as_it_allows(most_choices, asked):
+    with fake_server(lead=0.5, most_choices=most_choices) as server:
+        client = HttpClient(ServerAccess(server.url))
+        told = SERVERS["http"](client).retell([{"role": "user", "content": "two"}], SamplingOptions(4))
+        assert [body["top_logprobs"] for _, body in server.asked] == asked
+    assert told.choices == (("TWO", {"other": 0.5}, -0.5),)
 
 
 def test_options_that_would_be_left_unread_are_refused(prompts, tmp_path):

@@ -197,7 +197,8 @@ def _list(engine: str | None, version: str | None) -> None:
     type=click.Choice(["refuse", "zeros"]),
     default="refuse",
     show_default=True,
-    help="What to do where the store holds no final hidden: zeros are right only for a trainer that masks its loss.",
+    help="What to do where the store holds no final hidden: zeros are right only for a trainer that masks its loss "
+    "(ModelOpt: training.answer_only_loss=true).",
 )
 @common_options
 def export_data(store: str, name: str, out: str, layers: tuple[int, ...] | None, missing_final: "MissingFinal") -> None:
@@ -213,13 +214,17 @@ def export_data(store: str, name: str, out: str, layers: tuple[int, ...] | None,
 
     source = open_store(store)
     total = sum(entry.tokens for _, entry in source.entries)
-    scope = get_layout(name), layers, missing_final
+    layout = get_layout(name)
+    scope = layout, layers, missing_final
     with Progress("export-data", total=total, unit="tokens") as progress:
         exported = export_samples(source, require_local(out, "an export of data"), *scope, progress.advance)
-    output().data(_document(store, exported), human=lambda: output().pairs(_lines(exported)))
+    output().data(_document(store, exported), human=lambda: output().pairs(_lines(exported, layout.is_in_order)))
     if exported.zero_rows:
         rows = f"{exported.zero_rows:,} of {exported.tokens:,} rows"
-        output().warn(f"{rows} of the final hidden are zeros: the store lacks them")
+        taught = f", and its trainer teaches them unless it is told {layout.masks_by}" if layout.masks_by else ""
+        output().warn(f"{rows} of the final hidden are zeros: the store lacks them{taught}")
+    elif layout.masks_by:
+        output().note(f"its trainer teaches every token, questions too, unless it is told {layout.masks_by}")
     if command := train_command(exported, split_snapshot(store)[0]):
         output().hint(*command)
 
@@ -241,13 +246,19 @@ def _document(store: str, exported: "ExportedData") -> dict[str, object]:
     }
 
 
-def _lines(exported: "ExportedData") -> list[tuple[str, str]]:
+def _lines(exported: "ExportedData", is_in_order: bool) -> list[tuple[str, str]]:
+    from hiddenstore.dumps.common import SAMPLES_FILE
+
     size = f"{exported.samples:,} samples, {exported.tokens:,} tokens, {exported.bytes / 1e6:,.1f} MB"
     final = ", final norm applied" if exported.normed else ""
+    validation = f"the last {exported.validation_samples:,} samples"
+    if not is_in_order:
+        listed = f"{SAMPLES_FILE} lists them, and its trainer would train on all"
+        validation = f"{exported.validation_samples:,} samples: {listed}"
     return [
         ("written", f"{exported.path}: {size}"),
         ("layers", f"{exported.layer_ids} as {exported.layout} counts{final}"),
-        ("validation", f"the last {exported.validation_samples:,} samples"),
+        ("validation", validation),
     ]
 
 

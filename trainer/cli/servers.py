@@ -24,6 +24,7 @@ from trainer.evaluate.rounds import (
     FEWEST_ROUNDS,
     Departure,
     Parted,
+    Rounds,
     departures,
     is_shown_to_pay,
     measure_rounds,
@@ -227,7 +228,8 @@ def _not_kept(document: dict[str, Any]) -> str:
 
 
 def _text_of(gap: float | None) -> str:
-    return "unknown size: the server did not say, or did not repeat itself" if gap is None else f"{gap:.3g}"
+    unknown = "unknown size: the plain server did not say, did not repeat itself, or did not weigh the other word"
+    return unknown if gap is None else f"{gap:.3g}"
 
 
 def _measured(
@@ -247,6 +249,7 @@ def _measured(
             output().warn(server.lost)
         elif options.engine in ("sglang", "trtllm", "llamacpp") and (total is None or not total.drafts):
             raise server.no_counts()
+    _warn_of_thoughts(everyone, measured)
     rows = [row for one, all_of in zip(servers, drafted, strict=True) for row in rows_of(one.client.url, all_of, plain)]
     lengths = dict(zip((server.client.url for server in servers), options.draft_lens, strict=False))
     rows = [row | {"draft_len": lengths.get(row["server"], row["draft_len"])} for row in rows]
@@ -271,6 +274,16 @@ def _measured(
         "differences": [one.document() for one in judged if not one.is_tie],
         "rows": rows,
     }
+
+
+def _warn_of_thoughts(servers: Sequence[Server], measured: Sequence[Rounds]) -> None:
+    for server, rounds in zip(servers, measured, strict=True):
+        answers = [answer for results in rounds for answer in results[-1].answers]
+        if not any(answer.text for answer in answers) and any(answer.thought for answer in answers):
+            output().warn(
+                f"{server.client.url} answered with thoughts alone, no content: these are compared, and later turns "
+                "follow empty answers; a greater --max-new-tokens lets thoughts end"
+            )
 
 
 def _judged(

@@ -5,13 +5,14 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import inf
 from typing import Any, NamedTuple, Self
 
 from hiddenstore.conversation import TEMPLATE_KWARGS
-from hiddenstore.conversation.messages import Message, for_server
+from hiddenstore.conversation.messages import REASONING, Message, for_server
 from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.servers.http import NO_PENALTIES, HttpClient, RefusedError
 from trainer.evaluate.prompts import NOTHING_BESIDE, Beside, Question, has_tools
@@ -30,6 +31,8 @@ _SGLANG_HISTOGRAM = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 
 
 _MOST_DEPTHS = 4096
+MORE_CHOICES = (20, 5)
+"""Choices that a token is asked for first, the most that OpenAI's chats and its completions allow."""
 
 
 @dataclass(frozen=True)
@@ -158,13 +161,34 @@ class SamplingOptions:
     beside: Beside = NOTHING_BESIDE
 
 
+Words = tuple[str, str]
+"""Of an answer, what a server with a reasoning parser gives as its thought, and the text behind it."""
+
+
+class Choice(NamedTuple):
+    """A token of an answer, how far each other choice that the server weighed there lies behind in logits, by its text,
+    and what the server gave for the first: its log-probability, or its logit where the server says those (vLLM's
+    ``--logprobs-mode raw_logits``)."""
+
+    token: str
+    others: Mapping[str, float]
+    value: float = -inf
+
+
 @dataclass(frozen=True)
 class Completion:
-    """One answer: its text, how many tokens it has, and the drafts counted for it where the server says so."""
+    """One answer: its text, how many tokens it has, and the drafts counted for it where the server says so; its
+    ``thought`` where a reasoning parser takes that out of the text, its ``choices`` where they were asked for."""
 
     text: str
     tokens: int
     counts: DraftCounts | None = None
+    thought: str = ""
+    choices: tuple[Choice, ...] = ()
+
+    @property
+    def words(self) -> Words:
+        return self.thought, self.text
 
 
 class Server:
@@ -197,14 +221,21 @@ class Server:
             return self.client.post("/v1/completions", body, _read_completion)
         return self.client.post("/v1/chat/completions", body, _read_chat)
 
-    def choices(self, messages: Sequence[Message], sampling: SamplingOptions) -> "list[Choice]":
-        """The answer once more, token by token; empty where the server does not say."""
+    def retell(self, messages: Sequence[Message], sampling: SamplingOptions) -> Completion:
+        """The answer once more with its choices, as many of each token as the server allows; none where it does not say
+        them."""
         body = self._body(messages, sampling)
-        if "prompt" in body:
-            return self.client.post("/v1/completions", {**body, "logprobs": 2}, _read_completion_choices)
-        return self.client.post(
-            "/v1/chat/completions", {**body, "logprobs": True, "top_logprobs": 2}, _read_chat_choices
-        )
+        is_text = "prompt" in body
+        path, read = ("/v1/completions", _read_completion) if is_text else ("/v1/chat/completions", _read_chat)
+
+        def answer(count: int) -> Completion:
+            more = {"logprobs": count} if is_text else {"logprobs": True, "top_logprobs": count}
+            return self.client.post(path, {**body, **more}, with_choices(read))
+
+        for count in MORE_CHOICES:
+            with suppress(RefusedError):
+                return answer(count)
+        return answer(2)
 
     def counts(self) -> DraftCounts | None:
         """Everything the server ever drafted; None where it does not say."""
@@ -356,43 +387,40 @@ def _iterations(document: Any) -> list[dict[str, Any]]:
 
 
 def _read_chat(document: Any) -> Completion:
-    return _completion(document, document["choices"][0]["message"].get("content"))
+    message = document["choices"][0]["message"]
+    thought = next((str(message[name]) for name in REASONING if message.get(name)), "")
+    return replace(_completion(document, message.get("content")), thought=thought)
 
 
 def _read_completion(document: Any) -> Completion:
     return _completion(document, document["choices"][0].get("text"))
 
 
-class Choice(NamedTuple):
-    """A token of an answer, its lead in logits, the text of the choice next to it, and what the server gave for the
-    first: its log-probability, or its logit where the server says those (vLLM's ``--logprobs-mode raw_logits``)."""
+def with_choices(read: Callable[[Any], Completion]) -> Callable[[Any], Completion]:
+    """What reads an answer that was asked for with its choices."""
 
-    token: str
-    lead: float
-    second: str
-    value: float = -inf
+    def read_both(document: Any) -> Completion:
+        logprobs = document["choices"][0].get("logprobs") or {}
+        return replace(read(document), choices=tuple(_choice(token, tops) for token, tops in _steps(logprobs)))
 
-
-def _read_chat_choices(document: Any) -> list[Choice]:
-    steps = (document["choices"][0].get("logprobs") or {}).get("content") or []
-    return [
-        _choice(step["token"], [(each.get("token", ""), each["logprob"]) for each in step["top_logprobs"]])
-        for step in steps
-    ]
+    return read_both
 
 
-def _read_completion_choices(document: Any) -> list[Choice]:
-    said = document["choices"][0].get("logprobs") or {}
-    if said.get("content"):  # llama.cpp's form, of chats and of completions
-        return _read_chat_choices(document)
-    tops = said.get("top_logprobs") or []
-    tokens = zip(said.get("tokens") or [], tops, strict=True)
-    return [_choice(token, list((top or {}).items())) for token, top in tokens]
+def _steps(logprobs: Any) -> Iterable[tuple[str, list[tuple[str, float]]]]:
+    """Each token with its choices, in the form of chats, which is also that of llama.cpp's completions, or of texts."""
+    if logprobs.get("content"):
+        for step in logprobs["content"]:
+            yield step["token"], [(each.get("token", ""), each["logprob"]) for each in step["top_logprobs"]]
+    else:
+        for token, top in zip(logprobs.get("tokens") or [], logprobs.get("top_logprobs") or [], strict=True):
+            yield token, list((top or {}).items())
 
 
 def _choice(token: str, tops: Sequence[tuple[str, float]]) -> Choice:
-    first, second = (*sorted((logprob for _, logprob in tops), reverse=True), -inf, -inf)[:2]
-    return Choice(token, first - second, next((text for text, _ in tops if text != token), ""), first)
+    first = max((logprob for _, logprob in tops), default=-inf)
+    # Two tokens may have one text: the likelier one counts.
+    others = {text: first - logprob for text, logprob in sorted(tops, key=lambda top: top[1]) if text != token}
+    return Choice(token, others, first)
 
 
 def _completion(document: Any, text: Any) -> Completion:
@@ -526,7 +554,7 @@ def row_of(url: str, result: TaskResult, baseline: TaskResult | None) -> Row:
     """A task on a server as ``eval --json`` has it, beside the same questions without speculation."""
     counts, same = result.counts, None
     if baseline is not None:
-        same = sum(a.text == b.text for a, b in zip(result.answers, baseline.answers, strict=True))
+        same = sum(a.words == b.words for a, b in zip(result.answers, baseline.answers, strict=True))
     return {
         "server": url,
         "task": result.task,
