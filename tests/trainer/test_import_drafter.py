@@ -340,6 +340,9 @@ AMBIGUOUS = {"eagle_aux_hidden_state_layer_ids": [2, 3, 6]}
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [k + 1 for k in EAGLE3]}}, EAGLE3),
         ({**AMBIGUOUS, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}}, (1, 2, 5)),
         ({"eagle_aux_hidden_state_layer_ids": [2, 5, 8]}, (1, 4, 7)),
+        ({"aux_hidden_states_layer_ids": [1, 2, 5]}, (1, 2, 5)),
+        ({**AMBIGUOUS, "aux_hidden_states_layer_ids": [1, 2, 5]}, (1, 2, 5)),
+        ({**AMBIGUOUS, "aux_hidden_states_layer_ids": [2, 3, 6]}, (2, 3, 6)),
     ],
 )
 def test_layer_ids_that_can_mean_only_one_thing_are_taken(

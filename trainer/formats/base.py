@@ -232,6 +232,8 @@ ABOUT_FILE = "hiddenstore.json"
 PROBE_TOKENS = 16
 PROBE_STEPS = 3
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+OUTPUT_IDS = "aux_hidden_states_layer_ids"
+"""AngelSlim's word (``target_model_wrapper.py``), which no engine reads: numbers of layer outputs."""
 EMBEDDINGS_AS_A_LAYER = Lack(
     lambda c: -1 in c.config.aux_layers,
     "its layer ids name layer outputs, and the embedding output is none",
