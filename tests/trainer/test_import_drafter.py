@@ -303,6 +303,11 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("eagle3", {"layer_types": ["sliding_attention"], "sliding_window": 128}, "sliding_attention"),
     ("dflash", {"dflash_config": {"attention_value_scale": 0.5}}, "attention_value_scale is 0.5"),
     ("dflash", {"is_neox_style": False}, "is_neox_style is false"),
+    ("dflash", {"rope_is_neox_style": False}, "rope_is_neox_style is false"),
+    ("dflash2", {"use_gemma_norm": True}, "use_gemma_norm is set"),
+    ("dflash", {"rope_parameters": {"rope_dim": 8}}, "rope_dim is 8"),
+    ("dflash", {"hidden_act": "swigluoai"}, "hidden_act is swigluoai"),
+    ("eagle3", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act is gelu_pytorch_tanh"),
 )
 
 

@@ -302,15 +302,19 @@ def llama_dimensions(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
 
 
 def dimensions(config: Mapping[str, Any], rotates_partly: bool = False) -> dict[str, Any]:
-    """The settings that a Llama-like ``config.json`` gives. KeyError where it lacks one; ValueError where it rotates a
-    part of each head, and the drafter is not one that ``rotates_partly``."""
+    """The settings that a Llama-like ``config.json`` gives. KeyError where it lacks one; ValueError where its MLP is
+    another, or it rotates a part of each head, and the drafter is not one that ``rotates_partly``."""
     from trainer.attention.rope import published_rope
 
-    places = (config, config.get("rope_scaling") or {}, config.get("rope_parameters") or {})
-    share = next((found for place in places if (found := place.get("partial_rotary_factor")) is not None), 1.0)
-    if share != 1.0 and not rotates_partly:
-        raise ValueError(f"partial_rotary_factor is {share}, and ours rotates every channel of a head")
+    if (activation := config.get("hidden_act") or "silu") != "silu":
+        raise ValueError(f"hidden_act is {activation}, and ours is silu")
     heads = config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    places = (config, config.get("rope_scaling") or {}, config.get("rope_parameters") or {})
+    for word, plain in (("partial_rotary_factor", 1.0), ("rope_dim", width)):
+        value = next((value for place in places if (value := place.get(word)) is not None), plain)
+        if value != plain and not rotates_partly:
+            raise ValueError(f"{word} is {value}, and ours rotates every channel of a head")
     theta, scaling = published_rope(config)
     return {
         "rope_theta": theta,
@@ -319,7 +323,7 @@ def dimensions(config: Mapping[str, Any], rotates_partly: bool = False) -> dict[
         "intermediate_size": config["intermediate_size"],
         "num_heads": heads,
         "num_kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "head_dim": width,
         "rms_norm_eps": config["rms_norm_eps"],
         "max_position": config["max_position_embeddings"],
     }
