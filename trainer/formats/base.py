@@ -240,6 +240,12 @@ EMBEDDINGS_AS_A_LAYER = Lack(
     "train with drafter.aux_layers from 0 on",
 )
 
+ATTENTION_FACTOR = Lack(
+    lambda c: abs(_attention_share(c.config) - 1) > 1e-6,
+    "it reads no attention factor of YaRN's and derives its own",
+    "--engine vllm or sglang, or train with drafter.rope_scaling=none",
+)
+
 # llama.cpp hands out what enters a layer; only some targets also what leaves the last.
 _PAST_THE_LAST_INPUT = Lack(
     lambda c: max(c.config.aux_layers) >= c.identity.num_layers - 1,
@@ -261,6 +267,19 @@ def _has_other_rope(scaling: Any) -> bool:
     return written["rope_type"] not in ("linear", "llama3", "yarn") or bool(unread & written.keys())
 
 
+def _attention_share(drafter: Any) -> float:
+    """What a drafter's attention factor is of the one that YaRN derives where none is set."""
+    from trainer.attention.rope import frequencies
+
+    scaling = drafter.rope_scaling
+    if scaling is None or scaling.rope_type != "yarn" or scaling.attention_factor is None:
+        return 1.0
+    unset = scaling.model_copy(update={"attention_factor": None})
+    _, derived = frequencies(drafter.head_dim, drafter.rope_theta, unset, drafter.max_position)
+    share: float = scaling.attention_factor / derived
+    return share
+
+
 def weights(checkpoint: Checkpoint, dtype: "str | torch.dtype") -> Tensors:
     """The drafter's own weights under its own names, on the CPU, in a dtype or the one of that name."""
     import torch
@@ -277,9 +296,12 @@ def like(tensors: Tensors, table: "Tensor") -> "Tensor":
 
 
 def llama_dimensions(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
-    """Dimensions of a Llama-like drafter; rope in the old and the new form, because engines read either."""
+    """Dimensions of a Llama-like drafter; rope in the old and the new form, because engines read either. SGLang's
+    ``rotary_embedding/yarn.py`` reads ``attn_factor``, a multiple of its own, in the place of ``attention_factor``."""
     drafter = checkpoint.config
     scaling = drafter.rope_scaling.written() if drafter.rope_scaling else None
+    if scaling and (share := _attention_share(drafter)) != 1:
+        scaling["attn_factor"] = share
     return {
         "hidden_size": drafter.hidden_size,
         "intermediate_size": drafter.intermediate_size,

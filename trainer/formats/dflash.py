@@ -201,7 +201,13 @@ def _mixed_attention(config: Mapping[str, Any]) -> str | None:
 
 
 _SGLANG = Reads("DFlashDraftModel", "DFLASH", "dflash.py", since="0.5.23", lacks=(SYMMETRIC_WINDOW, *TARGET_HEAD_ONLY))
-_TRTLLM = Reads("DFlashDraftModel", "DFlash", "modeling_dflash.py", since="1.3", lacks=(WINDOW, *TARGET_HEAD_ONLY))
+_TRTLLM = Reads(
+    "DFlashDraftModel",
+    "DFlash",
+    "modeling_dflash.py",
+    since="1.3",
+    lacks=(WINDOW, *TARGET_HEAD_ONLY, base.ATTENTION_FACTOR),
+)
 _VLLM = Reads(
     "DFlashDraftModel",
     "dflash",

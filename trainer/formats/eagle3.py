@@ -204,7 +204,7 @@ _TRTLLM = Reads(
     since="1.3",
     lacks=(
         *(_NORM_BEFORE_RESIDUAL, _OWN_EMBEDDINGS, _AS_VLLM_AT_IMAGES),
-        *(_ONE_LAYER, _AS_WIDE_AS_ITS_STATES, base.EMBEDDINGS_AS_A_LAYER),
+        *(_ONE_LAYER, _AS_WIDE_AS_ITS_STATES, base.EMBEDDINGS_AS_A_LAYER, base.ATTENTION_FACTOR),
     ),
     quirks=Quirks(later_norm="hidden_norm", stacked=True, t2d=False),
 )
