@@ -418,8 +418,13 @@ def test_tensors_of_a_torch_file_are_read_and_code_in_one_is_not_run(store: Stor
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     read = import_drafter(folder, tmp_path / "read", store.path)
-    weights = [(one.checkpoint / "drafter.safetensors").read_bytes() for one in (plain, read)]
-    assert weights[0] == weights[1]
+    (folder / "pytorch_model.bin").rename(folder / "drafter.pt")
+    for name in ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state_0.pth"):
+        (folder / name).write_bytes(pickle.dumps(_Touch(tmp_path / "ran"), protocol=2))
+    beside = import_drafter(folder, tmp_path / "beside", store.path)
+    weights = [(one.checkpoint / "drafter.safetensors").read_bytes() for one in (plain, read, beside)]
+    assert weights[0] == weights[1] == weights[2]
+    (folder / "drafter.pt").rename(folder / "pytorch_model.bin")
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(_Touch(tmp_path / "ran"), protocol=2))
     with pytest.raises(ConfigError, match=r"pytorch_model\.bin is a pickle that holds more than tensors") as caught:
         import_drafter(folder, tmp_path / "run", store.path)

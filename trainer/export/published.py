@@ -46,6 +46,8 @@ from trainer.vocab import DraftVocab, count_store, coverage
 SAFE_TORCH = Version("2.10")
 MASK_FILE = "mask_embedding.pt"
 """Beside a published DFlash's weights; vLLM's ``qwen3_dflash.py`` puts it in place of the target's."""
+_TRAINER_S = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
+"""How files begin that the Hugging Face Trainer saves beside weights."""
 START = "start"
 """The run inside a run that holds the target's own part as it was."""
 _NOT_OURS = ("d2t", "t2d", "token_map", "verifier_lm_head.weight", "verifier_norm.weight")
@@ -190,15 +192,8 @@ def _export_convention(folder: Path) -> LayerConvention | None:
 
 
 def _tensors(folder: Path, is_read: Callable[[str], bool] | None = None) -> Tensors:
-    with storage_errors(folder):
-        # A glob would find nothing in a folder that cannot be listed.
-        paths = sorted(folder.iterdir())
-    kinds = ((".safetensors",), (".bin",), (".pt", ".pth"))
-    files = next(filter(None, ([path for path in paths if path.suffix in kind] for kind in kinds)), [])
-    if not files:
-        raise NotFoundError(f"{folder} holds no .safetensors or .bin file", kind=Kind.PATH_MISSING)
     found: Tensors = {}
-    for file in files:
+    for file in _weights(folder):
         try:
             tensors = _safetensors(file, is_read) if file.suffix == ".safetensors" else _unpickled(file)
             found |= {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
@@ -207,6 +202,17 @@ def _tensors(folder: Path, is_read: Callable[[str], bool] | None = None) -> Tens
         except SafetensorError as error:
             raise ConfigError(f"{file} is no safetensors file: {error}", kind=Kind.DRAFTER_UNFIT) from error
     return found
+
+
+def _weights(folder: Path) -> list[Path]:
+    """The files of its weights, of one kind. Raises NotFoundError: it holds none."""
+    with storage_errors(folder):
+        # A glob would find nothing in a folder that cannot be listed.
+        paths = sorted(path for path in folder.iterdir() if not path.name.startswith(_TRAINER_S))
+    for kind in ((".safetensors",), (".bin",), (".pt", ".pth")):
+        if files := [path for path in paths if path.suffix in kind]:
+            return files
+    raise NotFoundError(f"{folder} holds no .safetensors, .bin, .pt or .pth file", kind=Kind.PATH_MISSING)
 
 
 def _safetensors(file: Path, is_read: Callable[[str], bool] | None) -> Tensors:
