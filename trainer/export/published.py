@@ -193,7 +193,10 @@ def _export_convention(folder: Path) -> LayerConvention | None:
 
 def _tensors(folder: Path, is_read: Callable[[str], bool] | None = None) -> Tensors:
     found: Tensors = {}
-    for file in _weights(folder):
+    files = _weights(folder)
+    if not files:
+        raise NotFoundError(f"{folder} holds no .safetensors, .bin, .pt or .pth file", kind=Kind.PATH_MISSING)
+    for file in files:
         try:
             tensors = _safetensors(file, is_read) if file.suffix == ".safetensors" else _unpickled(file)
             found |= {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
@@ -205,14 +208,12 @@ def _tensors(folder: Path, is_read: Callable[[str], bool] | None = None) -> Tens
 
 
 def _weights(folder: Path) -> list[Path]:
-    """The files of its weights, of one kind. Raises NotFoundError: it holds none."""
+    """The files of its weights, of the first kind that it has."""
     with storage_errors(folder):
         # A glob would find nothing in a folder that cannot be listed.
         paths = sorted(path for path in folder.iterdir() if not path.name.startswith(_TRAINER_S))
-    for kind in ((".safetensors",), (".bin",), (".pt", ".pth")):
-        if files := [path for path in paths if path.suffix in kind]:
-            return files
-    raise NotFoundError(f"{folder} holds no .safetensors, .bin, .pt or .pth file", kind=Kind.PATH_MISSING)
+    kinds = ((".safetensors",), (".bin",), (".pt", ".pth"))
+    return next(filter(None, ([path for path in paths if path.suffix in kind] for kind in kinds)), [])
 
 
 def _safetensors(file: Path, is_read: Callable[[str], bool] | None) -> Tensors:
@@ -256,7 +257,12 @@ def _folder(source: str | Path, part: DrafterExport | None = None) -> Path:
     bound_hub_requests()
     try:
         if part is None or part.is_read is None:
-            return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.bin", MASK_FILE]))
+            usual = ["*.json", "*.safetensors", "*.bin", MASK_FILE]
+            folder = Path(snapshot_download(str(source), allow_patterns=usual))
+            if (folder / "config.json").is_file() and not _weights(folder):
+                others = [f"{name}*" for name in _TRAINER_S]
+                snapshot_download(str(source), allow_patterns=["*.pt", "*.pth"], ignore_patterns=others)
+            return folder
         folder = Path(snapshot_download(str(source), allow_patterns=["*.json"]))
         index = folder / INDEX_FILE
         files = foreign_json(index.read_bytes())["weight_map"] if index.is_file() else {}
