@@ -375,6 +375,8 @@ def broken(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors["midlayer.self_attn.q_proj.bias"] = torch.zeros(N * E)
     elif name == "shape":
         tensors["fc.weight"] = torch.zeros(D, 2 * D)
+    elif name == "vocabulary":
+        tensors["t2d"][[3, 7]] = tensors["t2d"][[7, 3]]
     elif name == "missing":
         del tensors["norm.weight"]
     elif name == "nan":
@@ -395,6 +397,7 @@ def broken(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     [
         ("bias", "q_proj.bias: not a tensor of this drafter"),
         ("shape", r"fc\.weight: \[32, 96\] expected, \[32, 64\] found"),
+        ("vocabulary", "t2d marks other tokens than d2t names"),
         ("missing", r"norm\.weight: missing"),
         ("nan", r"norm\.weight: NaN or infinity"),
         ("rope", "rope_type"),

@@ -159,8 +159,10 @@ def _vocabulary(tensors: Tensors, config: Mapping[str, Any], head: HeadBundle) -
     known = config.get("draft_vocab_size", len(ids))
     if known != len(ids):
         raise ConfigError(f"draft_vocab_size is {known}, but d2t names {len(ids)} tokens", kind=Kind.DRAFTER_UNFIT)
-    order = ids.argsort()
-    return DraftVocab.of_ids(ids, head.vocab_size), None if torch.equal(ids[order], ids) else order
+    order, vocab = ids.argsort(), DraftVocab.of_ids(ids, head.vocab_size)
+    if "t2d" in tensors and not torch.equal(tensors["t2d"].nonzero().flatten(), ids[order]):
+        raise ConfigError("t2d marks other tokens than d2t names", kind=Kind.DRAFTER_UNFIT)
+    return vocab, None if torch.equal(ids[order], ids) else order
 
 
 def _config(folder: Path) -> dict[str, Any]:
