@@ -5,7 +5,8 @@ Conventions of others (sources: transformers 5.23, vLLM 0.32, SGLang 0.5.23, Ten
 
 * ``hf``: index into ``output_hidden_states``; index k+1 is layer k (the last entry is post-norm, so it is no layer).
 * ``vllm``: ``eagle_aux_hidden_state_layer_ids`` of vLLM and speculators; id k+1 is layer k, id n is pre-norm.
-* ``output``: TensorRT-LLM, SpecForge, ModelOpt, Automodel, DFlash ``target_layer_ids``, SGLang's explicit ids.
+* ``output``: TensorRT-LLM, SpecForge, ModelOpt, Automodel, AngelSlim, DFlash ``target_layer_ids``, SGLang's explicit
+  ids.
 """
 
 from collections.abc import Callable, Sequence

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import get_session, snapshot_download
 
-from hiddenstore.errors import StorageError
+from hiddenstore.errors import ConfigError, NotFoundError, StorageError
 from hiddenstore.servers import hub_session
 from hiddenstore.servers.hub_session import bound_hub_requests
 from hiddenstore.share.hub import HubRemote
+from hiddenstore.testing.builders import make_store
 from tests.hiddenstore.hub_double import HubDouble, Repo, in_place_of_the_hub
 from trainer.export.published import import_drafter
 
@@ -67,6 +68,37 @@ def test_a_drafter_that_the_library_downloads_ends_too(hub: HubDouble, tmp_path:
     with pytest.raises(StorageError) as caught:
         import_drafter("me/drafter", tmp_path / "run", tmp_path / "store")
     assert caught.value.kind == "server-timeout"
+
+
+@pytest.mark.parametrize(
+    ("others", "read"),
+    [
+        ([], "medusa_lm_head.pt"),
+        (["training_args.bin", "optimizer.pt"], "medusa_lm_head.pt"),
+        (["model.safetensors"], "model.safetensors"),
+    ],
+)
+def test_torch_files_of_a_drafter_are_fetched_where_it_has_no_other_weights(
+    hub: HubDouble, tmp_path: Path, others: list[str], read: str
+) -> None:
+    files = dict.fromkeys([*others, "medusa_lm_head.pt"], BODY) | {"config.json": b"{}"}
+    hub.repos["me/drafter"] = Repo(True, [{name: (data, False) for name, data in files.items()}])
+    store = make_store(tmp_path, samples=2).path
+    with pytest.raises(ConfigError, match=read):
+        import_drafter("me/drafter", tmp_path / "run", store)
+    fetched = {path.name for path in (tmp_path / "cache").rglob("snapshots/*/*")}
+    assert fetched == {"config.json", read, *(name for name in others if name.endswith(".bin"))}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("README.md", r"holds no config\.json"), ("config.json", r"holds no \.safetensors, .*\.pt")]
+)
+def test_a_hub_repository_without_a_drafter_is_said_to_have_none(
+    hub: HubDouble, tmp_path: Path, name: str, said: str
+) -> None:
+    hub.repos["me/drafter"] = Repo(True, [{name: (b"{}", False)}])
+    with pytest.raises(NotFoundError, match=said):
+        import_drafter("me/drafter", tmp_path / "run", make_store(tmp_path, samples=2).path)
 
 
 def test_bytes_that_come_at_the_least_rate_put_the_end_off(hub: HubDouble, monkeypatch: pytest.MonkeyPatch) -> None:

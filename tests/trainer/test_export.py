@@ -1,6 +1,7 @@
 """Exported checkpoints: exact names, shapes and config, and the same drafter when read back."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -216,6 +217,23 @@ def test_yarn_can_be_put_on_at_export_and_only_once(tmp_path):
     with pytest.raises(ConfigError, match="trained with rope_scaling yarn") as caught:
         stretched(checkpoint, 2.0, 2048)
     assert caught.value.kind == "rope-scaling"
+
+
+@pytest.mark.parametrize("more", [{}, {"mscale": 0.7, "mscale_all_dim": 0.9}])
+def test_an_attention_factor_of_its_own_is_written_as_sglang_reads_it_and_not_for_trtllm(tmp_path, more):
+    """SGLang's ``rotary_embedding/yarn.py`` multiplies cos and sin by its own factor and by ``attn_factor``."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100, **more}
+    checkpoint = make_eagle3(rope_scaling={**yarn, "attention_factor": 1.5})
+    export(checkpoint, "sglang", tmp_path / "out", version="0.5.23")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    own, shared = (0.1 * more.get(name, at) * math.log(4) + 1 for name, at in (("mscale", 1), ("mscale_all_dim", 0)))
+    for place in ("rope_parameters", "rope_scaling"):
+        assert config[place]["attn_factor"] * own / shared == pytest.approx(1.5)
+    assert read_back(tmp_path / "out", checkpoint)[0].config == checkpoint.config
+    with pytest.raises(ConfigError, match="reads no attention factor"):
+        export(checkpoint, "trtllm", tmp_path / "trtllm", version="1.3")
+    as_derived = make_eagle3(rope_scaling={**yarn, "attention_factor": own / shared})
+    export(as_derived, "trtllm", tmp_path / "derived", version="1.3")
 
 
 def test_a_folder_says_what_it_is_and_whom_it_drafts_for_and_names_no_path(tmp_path):

@@ -303,6 +303,11 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("eagle3", {"layer_types": ["sliding_attention"], "sliding_window": 128}, "sliding_attention"),
     ("dflash", {"dflash_config": {"attention_value_scale": 0.5}}, "attention_value_scale is 0.5"),
     ("dflash", {"is_neox_style": False}, "is_neox_style is false"),
+    ("dflash", {"rope_is_neox_style": False}, "rope_is_neox_style is false"),
+    ("dflash2", {"use_gemma_norm": True}, "use_gemma_norm is set"),
+    ("dflash", {"rope_parameters": {"rope_dim": 8}}, "rope_dim is 8"),
+    ("dflash", {"hidden_act": "swigluoai"}, "hidden_act is swigluoai"),
+    ("eagle3", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act is gelu_pytorch_tanh"),
 )
 
 
@@ -340,6 +345,9 @@ AMBIGUOUS = {"eagle_aux_hidden_state_layer_ids": [2, 3, 6]}
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [k + 1 for k in EAGLE3]}}, EAGLE3),
         ({**AMBIGUOUS, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}}, (1, 2, 5)),
         ({"eagle_aux_hidden_state_layer_ids": [2, 5, 8]}, (1, 4, 7)),
+        ({"aux_hidden_states_layer_ids": [1, 2, 5]}, (1, 2, 5)),
+        ({**AMBIGUOUS, "aux_hidden_states_layer_ids": [1, 2, 5]}, (1, 2, 5)),
+        ({**AMBIGUOUS, "aux_hidden_states_layer_ids": [2, 3, 6]}, (2, 3, 6)),
     ],
 )
 def test_layer_ids_that_can_mean_only_one_thing_are_taken(
@@ -367,6 +375,8 @@ def broken(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors["midlayer.self_attn.q_proj.bias"] = torch.zeros(N * E)
     elif name == "shape":
         tensors["fc.weight"] = torch.zeros(D, 2 * D)
+    elif name == "vocabulary":
+        tensors["t2d"][[3, 7]] = tensors["t2d"][[7, 3]]
     elif name == "missing":
         del tensors["norm.weight"]
     elif name == "nan":
@@ -387,6 +397,7 @@ def broken(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     [
         ("bias", "q_proj.bias: not a tensor of this drafter"),
         ("shape", r"fc\.weight: \[32, 96\] expected, \[32, 64\] found"),
+        ("vocabulary", "t2d marks other tokens than d2t names"),
         ("missing", r"norm\.weight: missing"),
         ("nan", r"norm\.weight: NaN or infinity"),
         ("rope", "rope_type"),
@@ -410,8 +421,13 @@ def test_tensors_of_a_torch_file_are_read_and_code_in_one_is_not_run(store: Stor
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     read = import_drafter(folder, tmp_path / "read", store.path)
-    weights = [(one.checkpoint / "drafter.safetensors").read_bytes() for one in (plain, read)]
-    assert weights[0] == weights[1]
+    (folder / "pytorch_model.bin").rename(folder / "drafter.pt")
+    for name in ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state_0.pth"):
+        (folder / name).write_bytes(pickle.dumps(_Touch(tmp_path / "ran"), protocol=2))
+    beside = import_drafter(folder, tmp_path / "beside", store.path)
+    weights = [(one.checkpoint / "drafter.safetensors").read_bytes() for one in (plain, read, beside)]
+    assert weights[0] == weights[1] == weights[2]
+    (folder / "drafter.pt").rename(folder / "pytorch_model.bin")
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(_Touch(tmp_path / "ran"), protocol=2))
     with pytest.raises(ConfigError, match=r"pytorch_model\.bin is a pickle that holds more than tensors") as caught:
         import_drafter(folder, tmp_path / "run", store.path)

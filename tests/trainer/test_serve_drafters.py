@@ -232,6 +232,22 @@ def test_layers_in_another_engine_s_numbering_are_warned_about(tmp_path: Path, e
     assert warnings("e", [0, 3, 6], "vllm") == []
 
 
+def test_layers_under_a_word_that_no_engine_reads_are_warned_about(tmp_path: Path, exports: dict[str, str]) -> None:
+    """As AngelSlim names them."""
+
+    def warnings(name: str, engine: str, ids: list[int], target: str = exports["target"], **more: Any) -> list[str]:
+        words = {"architectures": ["Eagle3LlamaForCausalLM"], "aux_hidden_states_layer_ids": ids, **more}
+        return asked(engine, drafter=published(tmp_path / name, **words), target=target)[0].warnings
+
+    for engine in ("vllm", "sglang", "trtllm"):
+        said = warnings(engine, engine, [2, 5, 6])[0]
+        assert "layers [2, 5, 6] under aux_hidden_states_layer_ids" in said
+        assert f"hiddenstore export RUN --engine {engine} -o DIR" in said
+    assert "aux_hidden_states_layer_ids" in warnings("unknown depth", "vllm", [2, 5, 6], "maker/target")[0]
+    assert warnings("the usual ones, which engines take", "vllm", [1, 3, 4]) == []
+    assert warnings("both", "vllm", [2, 5, 6], eagle_aux_hidden_state_layer_ids=[3, 6, 7]) == []
+
+
 def test_mixed_attention_layers_are_warned_about_in_vllm(tmp_path: Path) -> None:
     drafter = published(
         tmp_path / "d", architectures=["DFlashDraftModel"], layer_types=["full_attention", "sliding_attention"]

@@ -46,6 +46,8 @@ from trainer.vocab import DraftVocab, count_store, coverage
 SAFE_TORCH = Version("2.10")
 MASK_FILE = "mask_embedding.pt"
 """Beside a published DFlash's weights; vLLM's ``qwen3_dflash.py`` puts it in place of the target's."""
+_TRAINER_S = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
+"""How files begin that the Hugging Face Trainer saves beside weights."""
 START = "start"
 """The run inside a run that holds the target's own part as it was."""
 _NOT_OURS = ("d2t", "t2d", "token_map", "verifier_lm_head.weight", "verifier_norm.weight")
@@ -157,8 +159,10 @@ def _vocabulary(tensors: Tensors, config: Mapping[str, Any], head: HeadBundle) -
     known = config.get("draft_vocab_size", len(ids))
     if known != len(ids):
         raise ConfigError(f"draft_vocab_size is {known}, but d2t names {len(ids)} tokens", kind=Kind.DRAFTER_UNFIT)
-    order = ids.argsort()
-    return DraftVocab.of_ids(ids, head.vocab_size), None if torch.equal(ids[order], ids) else order
+    order, vocab = ids.argsort(), DraftVocab.of_ids(ids, head.vocab_size)
+    if "t2d" in tensors and not torch.equal(tensors["t2d"].nonzero().flatten(), ids[order]):
+        raise ConfigError("t2d marks other tokens than d2t names", kind=Kind.DRAFTER_UNFIT)
+    return vocab, None if torch.equal(ids[order], ids) else order
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -190,14 +194,10 @@ def _export_convention(folder: Path) -> LayerConvention | None:
 
 
 def _tensors(folder: Path, is_read: Callable[[str], bool] | None = None) -> Tensors:
-    with storage_errors(folder):
-        # A glob would find nothing in a folder that cannot be listed.
-        paths = sorted(folder.iterdir())
-    kinds = ((".safetensors",), (".bin",), (".pt", ".pth"))
-    files = next(filter(None, ([path for path in paths if path.suffix in kind] for kind in kinds)), [])
-    if not files:
-        raise NotFoundError(f"{folder} holds no .safetensors or .bin file", kind=Kind.PATH_MISSING)
     found: Tensors = {}
+    files = _weights(folder)
+    if not files:
+        raise NotFoundError(f"{folder} holds no .safetensors, .bin, .pt or .pth file", kind=Kind.PATH_MISSING)
     for file in files:
         try:
             tensors = _safetensors(file, is_read) if file.suffix == ".safetensors" else _unpickled(file)
@@ -207,6 +207,15 @@ def _tensors(folder: Path, is_read: Callable[[str], bool] | None = None) -> Tens
         except SafetensorError as error:
             raise ConfigError(f"{file} is no safetensors file: {error}", kind=Kind.DRAFTER_UNFIT) from error
     return found
+
+
+def _weights(folder: Path) -> list[Path]:
+    """The files of its weights, of the first kind that it has."""
+    with storage_errors(folder):
+        # A glob would find nothing in a folder that cannot be listed.
+        paths = sorted(path for path in folder.iterdir() if not path.name.startswith(_TRAINER_S))
+    kinds = ((".safetensors",), (".bin",), (".pt", ".pth"))
+    return next(filter(None, ([path for path in paths if path.suffix in kind] for kind in kinds)), [])
 
 
 def _safetensors(file: Path, is_read: Callable[[str], bool] | None) -> Tensors:
@@ -250,7 +259,12 @@ def _folder(source: str | Path, part: DrafterExport | None = None) -> Path:
     bound_hub_requests()
     try:
         if part is None or part.is_read is None:
-            return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.bin", MASK_FILE]))
+            usual = ["*.json", "*.safetensors", "*.bin", MASK_FILE]
+            folder = Path(snapshot_download(str(source), allow_patterns=usual))
+            if (folder / "config.json").is_file() and not _weights(folder):
+                others = [f"{name}*" for name in _TRAINER_S]
+                snapshot_download(str(source), allow_patterns=["*.pt", "*.pth"], ignore_patterns=others)
+            return folder
         folder = Path(snapshot_download(str(source), allow_patterns=["*.json"]))
         index = folder / INDEX_FILE
         files = foreign_json(index.read_bytes())["weight_map"] if index.is_file() else {}

@@ -232,10 +232,18 @@ ABOUT_FILE = "hiddenstore.json"
 PROBE_TOKENS = 16
 PROBE_STEPS = 3
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+OUTPUT_IDS = "aux_hidden_states_layer_ids"
+"""AngelSlim's word (``target_model_wrapper.py``), which no engine reads: numbers of layer outputs."""
 EMBEDDINGS_AS_A_LAYER = Lack(
     lambda c: -1 in c.config.aux_layers,
     "its layer ids name layer outputs, and the embedding output is none",
     "train with drafter.aux_layers from 0 on",
+)
+
+ATTENTION_FACTOR = Lack(
+    lambda c: abs(_attention_share(c.config) - 1) > 1e-6,
+    "it reads no attention factor of YaRN's and derives its own",
+    "--engine vllm or sglang, or train with drafter.rope_scaling=none",
 )
 
 # llama.cpp hands out what enters a layer; only some targets also what leaves the last.
@@ -259,6 +267,19 @@ def _has_other_rope(scaling: Any) -> bool:
     return written["rope_type"] not in ("linear", "llama3", "yarn") or bool(unread & written.keys())
 
 
+def _attention_share(drafter: Any) -> float:
+    """What a drafter's attention factor is of the one that YaRN derives where none is set."""
+    from trainer.attention.rope import frequencies
+
+    scaling = drafter.rope_scaling
+    if scaling is None or scaling.rope_type != "yarn" or scaling.attention_factor is None:
+        return 1.0
+    unset = scaling.model_copy(update={"attention_factor": None})
+    _, derived = frequencies(drafter.head_dim, drafter.rope_theta, unset, drafter.max_position)
+    share: float = scaling.attention_factor / derived
+    return share
+
+
 def weights(checkpoint: Checkpoint, dtype: "str | torch.dtype") -> Tensors:
     """The drafter's own weights under its own names, on the CPU, in a dtype or the one of that name."""
     import torch
@@ -275,9 +296,12 @@ def like(tensors: Tensors, table: "Tensor") -> "Tensor":
 
 
 def llama_dimensions(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
-    """Dimensions of a Llama-like drafter; rope in the old and the new form, because engines read either."""
+    """Dimensions of a Llama-like drafter; rope in the old and the new form, because engines read either. SGLang's
+    ``rotary_embedding/yarn.py`` reads ``attn_factor``, a multiple of its own, in the place of ``attention_factor``."""
     drafter = checkpoint.config
     scaling = drafter.rope_scaling.written() if drafter.rope_scaling else None
+    if scaling and (share := _attention_share(drafter)) != 1:
+        scaling["attn_factor"] = share
     return {
         "hidden_size": drafter.hidden_size,
         "intermediate_size": drafter.intermediate_size,
@@ -300,15 +324,19 @@ def llama_dimensions(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
 
 
 def dimensions(config: Mapping[str, Any], rotates_partly: bool = False) -> dict[str, Any]:
-    """The settings that a Llama-like ``config.json`` gives. KeyError where it lacks one; ValueError where it rotates a
-    part of each head, and the drafter is not one that ``rotates_partly``."""
+    """The settings that a Llama-like ``config.json`` gives. KeyError where it lacks one; ValueError where its MLP is
+    another, or it rotates a part of each head, and the drafter is not one that ``rotates_partly``."""
     from trainer.attention.rope import published_rope
 
-    places = (config, config.get("rope_scaling") or {}, config.get("rope_parameters") or {})
-    share = next((found for place in places if (found := place.get("partial_rotary_factor")) is not None), 1.0)
-    if share != 1.0 and not rotates_partly:
-        raise ValueError(f"partial_rotary_factor is {share}, and ours rotates every channel of a head")
+    if (activation := config.get("hidden_act") or "silu") != "silu":
+        raise ValueError(f"hidden_act is {activation}, and ours is silu")
     heads = config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    places = (config, config.get("rope_scaling") or {}, config.get("rope_parameters") or {})
+    for word, plain in (("partial_rotary_factor", 1.0), ("rope_dim", width)):
+        value = next((value for place in places if (value := place.get(word)) is not None), plain)
+        if value != plain and not rotates_partly:
+            raise ValueError(f"{word} is {value}, and ours rotates every channel of a head")
     theta, scaling = published_rope(config)
     return {
         "rope_theta": theta,
@@ -317,7 +345,7 @@ def dimensions(config: Mapping[str, Any], rotates_partly: bool = False) -> dict[
         "intermediate_size": config["intermediate_size"],
         "num_heads": heads,
         "num_kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "head_dim": width,
         "rms_norm_eps": config["rms_norm_eps"],
         "max_position": config["max_position_embeddings"],
     }

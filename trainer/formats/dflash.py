@@ -126,15 +126,18 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
 
 
 def _require_plain(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> None:
-    """ValueError where attention computes otherwise than ours, as vLLM's ``qwen3_dflash.py`` reads it, or another head
-    follows the states."""
+    """ValueError where attention computes otherwise than ours, as vLLM's ``qwen3_dflash.py`` and SGLang's ``dflash.py``
+    read it, or another head follows the states."""
     if (head := _foreign_head(dflash)) is not None:
         raise ValueError(f"its projector_type is {head}, a head after DFlash's states that is not known here")
     scale = dflash.get("attention_value_scale")
     if scale not in (None, 1.0):
         raise ValueError(f"attention_value_scale is {scale}, and ours takes values as they are")
-    if not config.get("is_neox_style", True):
-        raise ValueError("is_neox_style is false: it rotates neighbouring channels, ours the halves of a head")
+    if config.get("use_gemma_norm"):
+        raise ValueError("use_gemma_norm is set: its norms multiply by 1 + weight, ours by the weight")
+    for word in ("rope_is_neox_style", "is_neox_style"):
+        if not config.get(word, True):
+            raise ValueError(f"{word} is false: it rotates neighbouring channels, ours the halves of a head")
 
 
 def _foreign_head(dflash: Mapping[str, Any]) -> str | None:
@@ -198,7 +201,13 @@ def _mixed_attention(config: Mapping[str, Any]) -> str | None:
 
 
 _SGLANG = Reads("DFlashDraftModel", "DFLASH", "dflash.py", since="0.5.23", lacks=(SYMMETRIC_WINDOW, *TARGET_HEAD_ONLY))
-_TRTLLM = Reads("DFlashDraftModel", "DFlash", "modeling_dflash.py", since="1.3", lacks=(WINDOW, *TARGET_HEAD_ONLY))
+_TRTLLM = Reads(
+    "DFlashDraftModel",
+    "DFlash",
+    "modeling_dflash.py",
+    since="1.3",
+    lacks=(WINDOW, *TARGET_HEAD_ONLY, base.ATTENTION_FACTOR),
+)
 _VLLM = Reads(
     "DFlashDraftModel",
     "dflash",

@@ -150,11 +150,12 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
 
 
 def _published_layers(config: Mapping[str, Any], target: Target) -> tuple[int, ...]:
-    """Nothing in a file says whether its ids are vLLM's or SGLang's: only what is certain is taken."""
+    """Nothing in most files says whether ids are vLLM's or SGLang's: only what is certain is taken."""
+    outputs = config.get(base.OUTPUT_IDS)
     top, nested = config.get(base.LAYER_IDS), (config.get("eagle_config") or {}).get(base.LAYER_IDS)
     ids = top or nested
     if not ids:
-        return tuple(default_aux_layers("eagle3", target.num_layers))
+        return tuple(from_convention(outputs, "output") if outputs else default_aux_layers("eagle3", target.num_layers))
     if target.convention is not None:
         return tuple(from_convention(ids, target.convention))
     is_vllm_beside_sglang = bool(nested) and list(ids) == [index + 1 for index in nested or ()]
@@ -162,9 +163,9 @@ def _published_layers(config: Mapping[str, Any], target: Target) -> tuple[int, .
         return tuple(from_convention(ids, "vllm"))
     readings = {"vllm": from_convention(ids, "vllm"), "output": from_convention(ids, "output")}
     fitting = [layers for layers in readings.values() if all(-1 <= k < target.num_layers for k in layers)]
-    usual = [layers for layers in fitting if layers == default_aux_layers("eagle3", target.num_layers)]
-    if usual or len(fitting) == 1:
-        return tuple((usual or fitting)[0])
+    expected_layers = list(outputs or default_aux_layers("eagle3", target.num_layers))
+    if len(fitting) == 1 or expected_layers in fitting:
+        return tuple(expected_layers if expected_layers in fitting else fitting[0])
     meanings = ", ".join(f"{layers} in {_CONVENTIONS[name]}" for name, layers in readings.items())
     raise ConfigError(
         f"layer ids {list(ids)} are ambiguous: they mean layers {meanings}, and the wrong ones draft badly in silence",
@@ -203,7 +204,7 @@ _TRTLLM = Reads(
     since="1.3",
     lacks=(
         *(_NORM_BEFORE_RESIDUAL, _OWN_EMBEDDINGS, _AS_VLLM_AT_IMAGES),
-        *(_ONE_LAYER, _AS_WIDE_AS_ITS_STATES, base.EMBEDDINGS_AS_A_LAYER),
+        *(_ONE_LAYER, _AS_WIDE_AS_ITS_STATES, base.EMBEDDINGS_AS_A_LAYER, base.ATTENTION_FACTOR),
     ),
     quirks=Quirks(later_norm="hidden_norm", stacked=True, t2d=False),
 )

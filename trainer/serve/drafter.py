@@ -22,7 +22,7 @@ from hiddenstore.targets.folder import CONFIG_FILE
 from schemas.layers import LayerConvention, to_convention
 from trainer.export.support import ENGINES, recognised, row, target_differences, words
 from trainer.formats import gguf
-from trainer.formats.base import ABOUT_FILE, LAYER_IDS, Reads
+from trainer.formats.base import ABOUT_FILE, LAYER_IDS, OUTPUT_IDS, Reads
 from trainer.serve.plan import ServingEngine
 
 EXPORT_AGAIN = "hiddenstore export RUN --engine vllm|sglang|trtllm|llamacpp -o DIR"
@@ -229,23 +229,28 @@ def warnings_of(drafter: ServedDrafter, engine: ServingEngine, version: str, tar
 
 
 def _other_numbering(drafter: ServedDrafter, engine: ServingEngine, target: str) -> str | None:
-    """vLLM counts aux layers one higher than SGLang; the usual ones show whose list it is. TensorRT-LLM reads none."""
+    """vLLM counts aux layers one higher than SGLang; the usual ones show whose list it is. TensorRT-LLM reads none, and
+    no engine AngelSlim's."""
     export = words()[drafter.method]
     ids = drafter.config.get(LAYER_IDS) or (drafter.config.get("eagle_config") or {}).get(LAYER_IDS)
     depth = (text_config(target) or {}).get("num_hidden_layers")
-    if engine.name == "trtllm" or not export.ids_follow_engine or export.drafter not in LAYER_RULES:
+    if not export.ids_follow_engine or export.drafter not in LAYER_RULES:
         return None
-    if not ids or not isinstance(depth, int):
+    usual = LAYER_RULES[export.drafter].published(depth, None) if isinstance(depth, int) else None
+    again = shlex.join(["hiddenstore", "import-drafter", str(drafter.path), "-o", "RUN", "--store", "STORE"])
+    again = f"{again}, then hiddenstore export RUN --engine {engine.name} -o DIR"
+    outputs = drafter.config.get(OUTPUT_IDS)
+    if outputs and not ids and outputs != usual:
+        return f"layers {outputs} under {OUTPUT_IDS} are not read; {engine.title} would take the usual ones: {again}"
+    if engine.name == "trtllm" or not ids or usual is None:
         return None
     convention = ENGINES[engine.name].convention
-    usual = LAYER_RULES[export.drafter].published(depth, None)
     other: LayerConvention = "output" if convention == "vllm" else "vllm"
     if list(ids) != to_convention(usual, other) or to_convention(usual, convention) == to_convention(usual, other):
         return None
-    again = shlex.join(["hiddenstore", "import-drafter", str(drafter.path), "-o", "RUN", "--store", "STORE"])
     return (
         f"layers {list(ids)} are the usual ones in another engine's numbering; {engine.title} would read each a layer "
-        f"off: {again}, then hiddenstore export RUN --engine {engine.name} -o DIR"
+        f"off: {again}"
     )
 
 
