@@ -1,0 +1,63 @@
+"""Where answers begin: behind a header that some templates write, and prompt for, behind a question alone."""
+
+from typing import Any
+
+import pytest
+from test_template import sample, supervised_runs, tokenise, turns
+from tiny_templates import CHATML, chat, tiny_tokenizer
+
+from collectors.tokenize.template import ChatTemplate
+from hiddenstore.conversation import Problem
+from schemas.prepared import LossOn
+
+PREAMBLE = "<s>{% if messages %}<|im_start|>system\nThe assistant is kind.<|im_end|>\n{% endif %}"
+ASKS_BEHIND_QUESTIONS = PREAMBLE + CHATML.replace(
+    "{% if add_generation_prompt %}", "{% if add_generation_prompt and messages[-1]['role'] == 'user' %}"
+)
+"""As GigaChat 3 and Apriel 1.5."""
+ENDS_BETWEEN = ASKS_BEHIND_QUESTIONS.replace(
+    "<|im_end|>\n{% endfor %}",
+    "{% if not (loop.last and m['role'] == 'assistant') %}<|im_end|>\n{% endif %}{% endfor %}",
+)
+"""As Hy3, which ends an answer once something follows it."""
+NO_HEADER = PREAMBLE + (
+    "{% for m in messages %}{% if m['role'] == 'user' %}[INST]{{ m['content'] }}[/INST]"
+    "{% else %}{{ m['content'] }}</s>{% endif %}{% endfor %}{% if add_generation_prompt %}{% endif %}"
+)
+"""As Devstral."""
+HEADER_ENDS_QUESTIONS = NO_HEADER.replace("[/INST]", "<|im_start|>{% if not loop.last %}</think>{% endif %}").replace(
+    "{% if add_generation_prompt %}", "{% if add_generation_prompt and messages[-1]['role'] == 'user' %}</think>"
+)
+"""As DeepSeek V3.1."""
+HELLO, BACK = ({"role": "assistant", "content": text} for text in ("Hello!", "You are back."))
+
+
+@pytest.mark.parametrize("text", [ASKS_BEHIND_QUESTIONS, ENDS_BETWEEN])
+def test_an_answer_that_opens_begins_behind_the_header_that_a_question_is_followed_by(text: str) -> None:
+    template = ChatTemplate(tiny_tokenizer(text))
+    found = sample(template, [HELLO, *chat("a", "b", "c")])
+    assert supervised_runs(template, found)[0].removesuffix("<|im_end|>") == "Hello!"
+    assert turns(template, found)[0][1].removesuffix("<|im_end|>") == "Hello!"
+
+
+@pytest.mark.parametrize("text", [ASKS_BEHIND_QUESTIONS, ENDS_BETWEEN])
+def test_a_header_that_no_prompt_has_is_no_part_of_an_answer_behind_an_answer_or_a_system_message(text: str) -> None:
+    template = ChatTemplate(tiny_tokenizer(text))
+    found = sample(template, [{"role": "system", "content": "be brief"}, HELLO, BACK, *chat("a", "b", "c")])
+    runs = [run.removesuffix("<|im_end|>") for run in supervised_runs(template, found)]
+    assert runs == ["Hello!", "You are back.", "b"]
+
+
+@pytest.mark.parametrize("text", [NO_HEADER, HEADER_ENDS_QUESTIONS])
+def test_an_answer_that_opens_without_a_header_is_refused_and_not_learned_with_what_stands_before_it(text: str) -> None:
+    def of(loss_on: LossOn, messages: list[dict[str, Any]]) -> list[str] | Problem:
+        template = ChatTemplate(tiny_tokenizer(text), loss_on)
+        found = tokenise(template, messages)
+        return found if isinstance(found, Problem) else supervised_runs(template, found)
+
+    refused = of("assistant", [HELLO, *chat("a", "b")])
+    assert isinstance(refused, Problem)
+    assert refused.reason == "not-prefix-stable"
+    assert "where message 1 begins" in refused.detail
+    assert of("last-turn", [HELLO, *chat("a", "b")]) == ["b</s>"]
+    assert of("assistant", [*chat("a", "b"), HELLO]) == ["b</s>Hello!</s>"]
