@@ -23,7 +23,9 @@ from collectors.tokenize.thoughts import (
     THINK_TAGS,
     are_words_lost,
     is_reasoning_lost,
+    read_length,
     reasoning_ranges,
+    shared_length,
     stated_reasoning_ranges,
 )
 from hiddenstore.conversation import Conversation, Problem
@@ -126,7 +128,7 @@ class Prefixes:
     def _difference(self, title: str, alone: str | None) -> str:
         if alone is None:
             return f"the template refuses to render {title} alone"
-        at = next((i for i, (a, b) in enumerate(zip(alone, self.text, strict=False)) if a != b), len(self.text))
+        at = shared_length(alone, self.text)
         alone, expected = alone[at : at + _SHOWN], self.text[at : at + _SHOWN]
         return f"{title} alone renders {alone!r} where the whole conversation has {expected!r}"
 
@@ -577,7 +579,8 @@ class ChatTemplate:
 
     def _without_header(self, prefixes: Prefixes, index: int, tagged: Range) -> Range:
         """What the target writes of a tagged range, which SmolLM3's template begins with the header of the answer."""
-        (start, end), prompt = tagged, prefixes.prompt(index)
-        if prompt is not None and start < len(prompt) < end and prefixes.text.startswith(prompt):
-            start = len(prompt)
+        start, end = tagged
+        header_end = read_length(prefixes.prompt(index) or "", prefixes.text)
+        if start < header_end < end:
+            start = header_end
         return start, start + self.answer_length(prefixes.text[start:end])

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from test_template import sample, supervised_runs, tokenise, turns
+from test_template import HEADER_TAGGED, sample, supervised_runs, tokenise, turns
 from tiny_templates import CHATML, chat, tiny_tokenizer
 
 from collectors.tokenize.template import ChatTemplate
@@ -61,3 +61,23 @@ def test_an_answer_that_opens_without_a_header_is_refused_and_not_learned_with_w
     assert "where message 1 begins" in refused.detail
     assert of("last-turn", [HELLO, *chat("a", "b")]) == ["b</s>"]
     assert of("assistant", [*chat("a", "b"), HELLO]) == ["b</s>Hello!</s>"]
+
+
+THINKS_IN_TAGS = HEADER_TAGGED.replace(
+    "{{ m['content'] }}<|im_end|>\n{% endgeneration",
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n{% endif %}</think>\n"
+    "{{ m['content'] }}<|im_end|>\n{% endgeneration",
+).replace("assistant\n{% endif %}", "assistant\n</think>{% endif %}")
+"""As Laguna XS: it prompts for an answer without thoughts."""
+
+
+@pytest.mark.parametrize("think_loss", [True, False])
+def test_a_header_inside_generation_tags_is_cut_where_the_prompt_goes_on_otherwise_than_the_answer(
+    think_loss: bool,
+) -> None:
+    template = ChatTemplate(tiny_tokenizer(THINKS_IN_TAGS), think_loss=think_loss)
+    plain, thought = chat("a", "b"), chat("a", "b")
+    thought[1]["reasoning_content"] = "hm"
+    runs = [supervised_runs(template, sample(template, messages)) for messages in (plain, thought)]
+    expected = ["\nb<|im_end|>"], ["<think>\nhm\n</think>\nb<|im_end|>" if think_loss else "\nb<|im_end|>"]
+    assert runs == list(expected)
