@@ -528,7 +528,11 @@ class ChatTemplate:
                 for words in (content, *(str(message[name]).strip() for name in REASONING if message.get(name))):
                     written = written.replace(words, "", 1) if words else written
                 names = [str(call.get("function", call).get("name") or "") for call in calls]
-                if missing := [name for name in names if name not in written]:
+                missing = []
+                for name in names:
+                    missing += [name] if name not in written else []
+                    written = written.replace(name, "", 1)
+                if missing:
                     return TOOL_CALLS_LOST, f"the template writes no call of {', '.join(missing)}"
             written = prefixes.text[slice(*answers.get(index, (0, 0)))]
             if index in answers and not (content and content in written) and (content or calls):
