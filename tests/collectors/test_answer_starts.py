@@ -1,13 +1,17 @@
 """Where answers begin: behind a header that some templates write, and prompt for, behind a question alone."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from test_template import HEADER_TAGGED, sample, supervised_runs, tokenise, turns
-from tiny_templates import CHATML, chat, tiny_tokenizer
+from test_template import HEADER_TAGGED, REASONS, sample, supervised_runs, tokenise, turns
+from tiny_templates import CHATML, chat, tiny_target, tiny_tokenizer, write_rows
 
+from collectors.tokenize.prepare import PrepareOptions, prepare
 from collectors.tokenize.template import ChatTemplate
 from hiddenstore.conversation import Problem
+from hiddenstore.errors import ConfigError
+from hiddenstore.inputs import PreparedInput
 from schemas.prepared import LossOn
 
 PREAMBLE = "<s>{% if messages %}<|im_start|>system\nThe assistant is kind.<|im_end|>\n{% endif %}"
@@ -81,3 +85,35 @@ def test_a_header_inside_generation_tags_is_cut_where_the_prompt_goes_on_otherwi
     runs = [supervised_runs(template, sample(template, messages)) for messages in (plain, thought)]
     expected = ["\nb<|im_end|>"], ["<think>\nhm\n</think>\nb<|im_end|>" if think_loss else "\nb<|im_end|>"]
     assert runs == list(expected)
+
+
+ASKED = "{% if enable_thinking is not defined or enable_thinking %}"
+OPENS_A_THOUGHT = REASONS.replace("assistant\n{% endif %}", "assistant\n{% if true %}<think>\n{% endif %}{% endif %}")
+"""As MiniMax-M2: no answer without thoughts stands behind its prompt."""
+
+
+@pytest.mark.parametrize(
+    ("text", "beside", "written"),
+    [
+        (OPENS_A_THOUGHT, {"reasoning_content": "hm"}, "hm\n</think>\n\nb<|im_end|>"),
+        (OPENS_A_THOUGHT.replace("{% if true %}", ASKED), {"enable_thinking": False}, "b<|im_end|>"),
+    ],
+)
+def test_a_template_whose_prompt_opens_a_thought_works_for_rows_that_have_one_or_ask_for_none(
+    tmp_path: Path, text: str, beside: dict[str, Any], written: str
+) -> None:
+    target = tiny_target(tmp_path / "target", text)
+    asked, said = chat("a", "b")
+    rows = [{"messages": [asked, said | beside], **beside}, {"messages": [asked, said]}]
+    info = prepare([write_rows(tmp_path / "a.jsonl", rows)], tmp_path / "data", target, PrepareOptions(workers=1))
+    assert [(reject.reason, reject.rows) for reject in info.rejects] == [("not-prefix-stable", 1)]
+    (found,) = PreparedInput.open(tmp_path / "data").samples()
+    assert tiny_tokenizer().decode(found.input_ids[found.loss_mask == 1]) == written
+
+
+def test_where_no_row_suits_a_prompt_that_opens_a_thought_the_error_says_what_does(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "target", OPENS_A_THOUGHT)
+    source = write_rows(tmp_path / "a.jsonl", [{"messages": chat("a", "b")}])
+    with pytest.raises(ConfigError, match="not-prefix-stable: 1 row") as caught:
+        prepare([source], tmp_path / "data", target, PrepareOptions(workers=1))
+    assert "--template FILE" in str(caught.value.hint)
