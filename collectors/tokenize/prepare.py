@@ -25,7 +25,7 @@ from collectors.tokenize.write import Tally, data_files, new_data, refuse_existi
 from hiddenstore.console.output import output
 from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import plural
-from hiddenstore.conversation import NO_ANSWER, Conversation, Problem, Row, Source, way_to_keep
+from hiddenstore.conversation import ENABLE_THINKING, NO_ANSWER, Conversation, Problem, Row, Source, way_to_keep
 from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.files.documents import seal
 from hiddenstore.files.layout import DATA_JSON
@@ -301,11 +301,14 @@ def _write(
 def _nothing_usable(tally: BatchTally) -> ConfigError:
     counts = tally.reject_counts()
     reasons = [f"{count.reason}: {plural(count.rows, 'row')}, first {count.examples[0]}" for count in counts]
-    answer = "hiddenstore regenerate INPUT -o answers.jsonl --target TARGET, then prepare those"
+    ways = {
+        NO_ANSWER: "hiddenstore regenerate INPUT -o answers.jsonl --target TARGET, then prepare those",
+        NOT_STABLE: f"{_TAGS_HINT}; or --loss-on all",
+    }
     return ConfigError(
         "\n".join([f"none of {plural(tally.rows, 'row')} can be used; nothing was written", *reasons]),
         kind=Kind.NOTHING_USABLE,
-        hint=answer if counts[0].reason == NO_ANSWER else way_to_keep(count.reason for count in counts),
+        hint=ways.get(counts[0].reason) or way_to_keep(count.reason for count in counts),
     )
 
 
@@ -339,7 +342,7 @@ def check_template(template: ChatTemplate) -> None:
     if template.loss_on == "all":
         return
     if not template.is_tagged:
-        _check_prefixes(template, probe, text, answer)
+        _check_prefixes(template)
     elif answer not in "".join(text[start:end] for start, end in tagged):
         raise ConfigError(
             "the {% generation %} tags of the chat template do not hold the assistant's text: the mask is empty",
@@ -356,13 +359,31 @@ def refuse_if_unstable(template: ChatTemplate, problem: Problem) -> None:
 
 @lru_cache(maxsize=1)
 def _rewrites_history(template: ChatTemplate) -> bool:
-    return any(
-        isinstance(result, Problem) and result.reason == NOT_STABLE
-        for result in template.tokenise([_probe([answer, answer]) for answer in _PROBE_ANSWERS])
-    )
+    """Whether a second turn changes the first. Where not even that one suits its prompt, each row is told."""
+    probes = [_probe(_PROBE_ANSWERS[:1]), *(_probe([answer, answer]) for answer in _PROBE_ANSWERS)]
+    once, *twice = (getattr(result, "reason", None) == NOT_STABLE for result in template.tokenise(probes))
+    return any(twice) and not once
 
 
-def _check_prefixes(template: ChatTemplate, probe: Conversation, text: str, answer: str) -> None:
+def _check_prefixes(template: ChatTemplate) -> None:
+    """Raises what is wrong with an answer alone where none suits its prompt, with thoughts or where none are asked for
+    either: MiniMax-M2's prompt opens a thought, behind which its target never writes an answer alone."""
+    plain = _probe(_PROBE_ANSWERS[:1])
+    question, answer = plain.messages
+    thoughtful = replace(plain, messages=[question, {**answer, "reasoning_content": "Two and two."}])
+    errors = []
+    for probe in (plain, thoughtful, replace(plain, template_kwargs={ENABLE_THINKING: False})):
+        try:
+            return _check_answer(template, probe)
+        except ConfigError as error:
+            errors.append(error)
+        except RENDER_ERRORS:
+            pass
+    raise errors[0]
+
+
+def _check_answer(template: ChatTemplate, probe: Conversation) -> None:
+    text, answer = template.render(probe)[0], probe.messages[1]["content"]
     try:
         start, end = template.prefixes(probe, text).answer(1)
     except RewrittenError as error:

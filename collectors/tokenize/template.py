@@ -11,8 +11,8 @@ Shapes: T tokens of one conversation, n turns. Text ranges [start, end) count ch
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from collectors.tokenize.thoughts import (
     THINK_TAGS,
     are_words_lost,
     is_reasoning_lost,
+    read_length,
     reasoning_ranges,
+    shared_length,
     stated_reasoning_ranges,
 )
 from hiddenstore.conversation import Conversation, Problem
@@ -37,6 +39,7 @@ from schemas.prepared import LossOn, MaskFrom
 Range = tuple[int, int]
 ASSISTANT = ROLES.index("assistant")
 _SHOWN = 24
+_TAGS = r"(?:\s|<[^<>]*>)*"
 
 
 @dataclass(frozen=True)
@@ -53,14 +56,15 @@ class RewrittenError(Exception):
 
 
 class Prefixes:
-    """Renderings of the first messages of a conversation beside its whole text; ``render`` gives None where refused,
-    ``length`` says how much of a text that the template ended is the target's (`answer_length`)."""
+    """Renderings of the first messages of a conversation beside its whole text; ``render`` takes messages and whether
+    to prompt, and gives None where refused; ``length`` says how much of a text that the template ended is the target's
+    (`answer_length`)."""
 
     def __init__(
         self,
         text: str,
         messages: Sequence[Message],
-        render: Callable[[int, bool], str | None],
+        render: Callable[[Sequence[Message], bool], str | None],
         length: Callable[[str], int],
     ) -> None:
         self.text = text
@@ -71,7 +75,7 @@ class Prefixes:
     def end(self, count: int) -> int | None:
         """Where the first ``count`` messages end, None when the template does not reveal it."""
         if count not in self._ends:
-            prefix = self._render(count, False)
+            prefix = self._render(self.messages[:count], False)
             # The end of a whole text, as Phi-3.5's template writes one, is in no longer one.
             heads = [] if prefix is None else [prefix, prefix[: self._length(prefix)]]
             self._ends[count] = next((len(head) for head in heads if self.text.startswith(head)), None)
@@ -86,29 +90,45 @@ class Prefixes:
         RewrittenError: the rendering of the messages before it, or up to it, is no prefix of the whole text."""
         prompt = self.prompt(index)
         end = self.end(index + 1)
+        if prompt is None and not index:
+            raise RewrittenError("where message 1 begins is not revealed: no header of an answer stands before it")
         if prompt is None or not self.text.startswith(prompt):
             raise RewrittenError(self._difference(f"the prompt of message {index + 1}", prompt))
         if end is None:
-            raise RewrittenError(self._difference(f"message {index + 1}", self._render(index + 1, False)))
+            alone = self._render(self.messages[: index + 1], False)
+            raise RewrittenError(self._difference(f"message {index + 1}", alone))
         written = self.text[len(prompt) : end]
         return len(prompt), len(prompt) + self._length(written)
 
     def prompt(self, index: int) -> str | None:
-        """What the target has read before it writes message ``index``, None where the template refuses. Before the
-        first message, which no rendering ends, it reaches to the end of the first header of an answer."""
-        if index:
-            return self._render(index, True)
-        alone, prompted = self._render(1, False), self._render(1, True)
+        """What the target has read before it writes message ``index``, None where the template refuses or does not
+        reveal it. Where the template writes no prompt, before the first message or as GigaChat 3's behind an answer, it
+        reaches to the end of the header that stands there all the same."""
+        if not index:
+            at = self.text.find(self._header, 0, self.end(1)) if self._header else -1
+            return None if at < 0 else self.text[: at + len(self._header)]
+        prompt = self._render(self.messages[:index], True)
+        if prompt is None or prompt != self.text[: self.end(index) or 0] or not self._header:
+            return prompt
+        # Hy3's ends an answer before the header of the next one, and not where it is the last.
+        end = self.end(index + 1) or len(self.text)
+        header = re.compile(_TAGS + re.escape(self._header)).match(self.text, len(prompt), end)
+        return prompt if header is None else self.text[: header.end()]
+
+    @cached_property
+    def _header(self) -> str:
+        """What stands between a question and its answer; empty where that is white space or not revealed."""
+        question = [{"role": "user", "content": "What is two and two?"}]
+        alone, prompted = self._render(question, False), self._render(question, True)
         if alone is None or prompted is None or not prompted.startswith(alone):
-            return None
+            return ""
         header = prompted[len(alone) :]
-        at = self.text.find(header)
-        return None if at < 0 else self.text[: at + len(header)]
+        return header if header.strip() else ""
 
     def _difference(self, title: str, alone: str | None) -> str:
         if alone is None:
             return f"the template refuses to render {title} alone"
-        at = next((i for i, (a, b) in enumerate(zip(alone, self.text, strict=False)) if a != b), len(self.text))
+        at = shared_length(alone, self.text)
         alone, expected = alone[at : at + _SHOWN], self.text[at : at + _SHOWN]
         return f"{title} alone renders {alone!r} where the whole conversation has {expected!r}"
 
@@ -352,9 +372,9 @@ class ChatTemplate:
     def prefixes(self, conversation: Conversation, text: str) -> Prefixes:
         """The conversation's text beside that of its first messages alone."""
 
-        def render(count: int, prompt: bool) -> str | None:
+        def render(messages: Sequence[Message], prompt: bool) -> str | None:
             try:
-                return self.render(conversation, count, prompt)[0]
+                return self.render(replace(conversation, messages=list(messages)), prompt=prompt)[0]
             except RENDER_ERRORS:
                 return None
 
@@ -508,7 +528,11 @@ class ChatTemplate:
                 for words in (content, *(str(message[name]).strip() for name in REASONING if message.get(name))):
                     written = written.replace(words, "", 1) if words else written
                 names = [str(call.get("function", call).get("name") or "") for call in calls]
-                if missing := [name for name in names if name not in written]:
+                missing = []
+                for name in names:
+                    missing += [name] if name not in written else []
+                    written = written.replace(name, "", 1)
+                if missing:
                     return TOOL_CALLS_LOST, f"the template writes no call of {', '.join(missing)}"
             written = prefixes.text[slice(*answers.get(index, (0, 0)))]
             if index in answers and not (content and content in written) and (content or calls):
@@ -559,7 +583,8 @@ class ChatTemplate:
 
     def _without_header(self, prefixes: Prefixes, index: int, tagged: Range) -> Range:
         """What the target writes of a tagged range, which SmolLM3's template begins with the header of the answer."""
-        (start, end), prompt = tagged, prefixes.prompt(index)
-        if prompt is not None and start < len(prompt) < end and prefixes.text.startswith(prompt):
-            start = len(prompt)
+        start, end = tagged
+        header_end = read_length(prefixes.prompt(index) or "", prefixes.text)
+        if start < header_end < end:
+            start = header_end
         return start, start + self.answer_length(prefixes.text[start:end])

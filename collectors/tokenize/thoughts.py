@@ -22,6 +22,7 @@ THINK_TAGS = (
 )
 """Around reasoning: DeepSeek-R1, Qwen3, Nemotron and most others; Seed-OSS; Magistral; Command A Reasoning."""
 
+_BEGUN_TAG = re.compile(r"<(?:[^<>\s]*|[^<>\s/]*think>\s*)\Z")
 _ANALYSIS = re.compile(r"(?s)<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|\Z)")
 
 
@@ -38,6 +39,20 @@ def reasoning_ranges(text: str, answers: Sequence[Range]) -> list[Range]:
         for match in _ANALYSIS.finditer(text, start, end):
             ranges.append(match.span())
     return sorted(ranges)
+
+
+def read_length(prompt: str, text: str) -> int:
+    """How many characters of ``text`` a target has read that ``prompt`` is the prompt of. Where its answer goes on
+    otherwise, as with thoughts where Laguna's template prompts for none, it wrote the tag that tells them apart."""
+    if text.startswith(prompt):
+        return len(prompt)
+    return len(_BEGUN_TAG.sub("", text[: shared_length(prompt, text)]))
+
+
+def shared_length(one: str, other: str) -> int:
+    """How many characters two texts begin alike with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def stated_reasoning_ranges(

@@ -471,6 +471,18 @@ def test_a12_tool_calls_that_the_template_does_not_write_reject_their_conversati
     assert isinstance(tokenise(ChatTemplate(tiny_tokenizer(writes), loss_on), messages), Tokenised)
 
 
+def test_a12_a_second_call_of_the_same_function_is_lost_where_the_template_writes_the_first_alone() -> None:
+    messages = called("adder")
+    messages[1]["tool_calls"] *= 2
+    writes = CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}" + CALLS)
+    assert isinstance(tokenise(ChatTemplate(tiny_tokenizer(writes)), messages), Tokenised)
+    lost = tokenise(
+        ChatTemplate(tiny_tokenizer(writes.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"))), messages
+    )
+    assert isinstance(lost, Problem)
+    assert (lost.reason, lost.detail) == ("tool-calls-lost", "the template writes no call of adder")
+
+
 def test_a12_a_call_that_only_the_list_of_tools_names_is_lost() -> None:
     text = "{% if tools %}{{ tools | map(attribute='function.name') | join(',') }}\n{% endif %}" + CHATML
     conversation = Conversation("f:1", called("adder"), [{"type": "function", "function": {"name": "adder"}}])
