@@ -47,8 +47,9 @@ def canonical(value: object) -> bytes:
 
 
 def seal(document: Document) -> bytes:
-    """The bytes a document is stored as."""
-    body = canonical(document.model_dump(mode="json"))
+    """The bytes a document is stored as; raises as ``canonical``."""
+    # Mode "json" makes null of a NaN in what a model serialises by itself, as a ``Sparse`` one does.
+    body = canonical(document.model_dump())
     comma = b"," if len(body) > 2 else b""
     return b'%s%s"sha256":"%s"}\n' % (body[:-1], comma, sha256_hex(body).encode())
 

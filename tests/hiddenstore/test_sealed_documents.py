@@ -1,13 +1,17 @@
 """Documents that carry their own digest."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError
 from hiddenstore.files.documents import MAX_DOCUMENT_BYTES, canonical, load, seal, sha256_hex, unseal
+from hiddenstore.testing.builders import ENGINE
+from schemas.advice import Advice, AdviceRow
 from schemas.base import Document
-from schemas.manifest import Engine, LayerStats, Snapshot, SnapshotEntry
+from schemas.manifest import CommitRecord, Engine, LayerStats, Snapshot, SnapshotEntry
 from tests.faults import FaultFilesystem
 
 SNAPSHOT = Snapshot(name="é ünï", commits=(SnapshotEntry(record="a.json", sha256="0" * 64),), samples=3, tokens=70)
@@ -92,11 +96,31 @@ def test_a_damaged_document_says_which_command_comes_next(where: str, fix: str) 
     assert error.value.hint == fix
 
 
-def test_nan_cannot_be_written() -> None:
-    stats = LayerStats(rows=1, rms_mean=float("nan"), rms_median=0, rms_max=0, abs_max=0)
-    with pytest.raises(ConfigError) as error:
-        seal(stats)
-    assert error.value.kind == "document-unwritable"
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_no_document_that_holds_nan_or_infinity_can_be_written(number: float) -> None:
+    stats = LayerStats(rows=1, rms_mean=number, rms_median=0, rms_max=0, abs_max=0)
+    record = CommitRecord(
+        unit="u", input="0" * 64, segment="segments/u", engine=ENGINE, files=(), samples=(), stats={"layer_1": stats}
+    )
+    row = AdviceRow(
+        recipe="raw",
+        bytes_per_token=1.0,
+        kl=None,
+        overlap=None,
+        top1_flips=None,
+        channel_error=0.0,
+        channel_errors={"layer_1": number},
+        raw_rows=0.0,
+        clipped=0.0,
+        within=True,
+        chosen=True,
+    )
+    advice = Advice(tokens=1, final_rows=0, max_kl=0.1, max_channel_error=0.1, chosen="raw", rows=(row,))
+    documents: list[Document] = [stats, record, advice, advice.model_copy(update={"rows": (), "max_kl": number})]
+    for document in documents:
+        with pytest.raises(ConfigError) as error:
+            seal(document)
+        assert error.value.kind == "document-unwritable"
 
 
 def test_an_empty_document_can_be_sealed() -> None:
