@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+import schemas
 from hiddenstore.files.documents import canonical
 from hiddenstore.store import Store
 from hiddenstore.targets.folder import open_target
@@ -75,6 +76,17 @@ def run_the_program(store: Store, wanted: str, layer: int, tmp_path: Path) -> Pa
     command = [sys.executable, "-P", str(program), store.path, wanted, str(layer), str(out)]
     subprocess.run(command, check=True, cwd=tmp_path, timeout=60, capture_output=True, text=True)
     return out
+
+
+@pytest.mark.parametrize("name", ["store", "commit"])
+def test_the_page_names_every_member_that_the_schema_of_a_document_has(name: str) -> None:
+    path = Path(schemas.__file__).parent / "json" / f"{name}.schema.json"
+    schema = json.loads(path.read_bytes())
+    parts = [schema, *schema["$defs"].values()]
+    pieces = PAGE.read_text(encoding="utf-8").split("```")
+    formulas = [block for block in pieces[1::2] if block.startswith("\n")]
+    named = " ".join(re.findall(r"`([^`]*)`", " ".join(pieces[::2])) + formulas)
+    assert {member for part in parts for member in part["properties"]} - set(re.findall(r"\w+", named)) == set()
 
 
 def test_the_digests_of_a_target_follow_from_the_page_alone() -> None:

@@ -68,7 +68,9 @@ def test_every_truncation_and_every_trailing_byte_is_corruption() -> None:
 
 def test_a_later_format_is_refused_with_the_format_named() -> None:
     body = canonical({**SNAPSHOT.model_dump(mode="json"), "format": 7, "news": 1})
-    with pytest.raises(FormatError, match="has format 7; this version of hiddenstore reads a Snapshot up to 1") as error:
+    with pytest.raises(
+        FormatError, match="has format 7; this version of hiddenstore reads a Snapshot up to 1"
+    ) as error:
         unseal(sealed(body), Snapshot, "x")
     assert error.value.kind == "format-future"
     assert error.value.hint
