@@ -56,10 +56,10 @@ def test_it_reads_no_sample_that_a_repair_left_out(tmp_path: Path) -> None:
     record = max(store.commits(), key=lambda record: len(record.samples))
     path = Path(store.path) / record.segment / "spans/c/0/0"
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
-    gone = [name for unit in repair_all(store.path).units for name in unit.dropped]
+    names = [name for unit in repair_all(store.path).units for name in unit.dropped]
     with pytest.raises(subprocess.CalledProcessError) as error:
-        run_the_program(store, gone[0], 3, tmp_path)
-    assert f"{gone[0]} is in no unit" in error.value.stderr
+        run_the_program(store, names[0], 3, tmp_path)
+    assert f"{names[0]} is in no unit" in error.value.stderr
 
 
 def assert_the_program_reads(store: Store, wanted: str, layer: int, tmp_path: Path) -> None:

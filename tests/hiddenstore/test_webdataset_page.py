@@ -77,8 +77,8 @@ def test_a_sample_of_two_units_comes_once_with_the_states_of_the_unit_first_by_n
     for samples in (list(page.samples(store.path)), list(store.webdataset())):
         assert [sample["__key__"] for sample in samples] == store.sample_ids
         for sample in samples:
-            found = torch.from_numpy(page.states(sample, "aux", "layer_3", 1)).bfloat16()
-            assert torch.equal(found, store.read(sample["__key__"], layers=[3]).aux[0])
+            states = torch.from_numpy(page.states(sample, "aux", "layer_3", 1)).bfloat16()
+            assert torch.equal(states, store.read(sample["__key__"], layers=[3]).aux[0])
 
 
 def test_the_page_unpacks_lossless_members(tmp_path: Path, page: ModuleType) -> None:
