@@ -71,7 +71,7 @@ def unseal(data: bytes, model: type[M], where: str) -> M:
 
 def parsed(body: bytes, model: type[M], where: str) -> M:
     """The document in canonical bytes without their seal; raises as ``unseal``."""
-    _require_known_format(_parse(body, where), model, where)
+    _check_format(_parse(body, where), model, where)
     try:
         # Strict: a number in quotes is another document, and a format in quotes would pass the look above.
         return model.model_validate_json(body, strict=True)
@@ -87,7 +87,7 @@ def parsed(body: bytes, model: type[M], where: str) -> M:
         raise FormatError(message, kind=Kind.DOCUMENT_INVALID) from error
 
 
-def _require_known_format(content: dict[str, Any], model: type[Document], where: str) -> None:
+def _check_format(content: dict[str, Any], model: type[Document], where: str) -> None:
     """Raises as ``unseal``, also where pydantic would take a default for no format, and 1.0 or true for 1."""
     field = model.model_fields.get("format")
     if field is None:
