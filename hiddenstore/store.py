@@ -6,7 +6,7 @@ Shapes: T tokens of one sample, L layers read, D target width, R rows of the fin
 
 import shlex
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -452,7 +452,8 @@ class Store:
     def webdataset(self, unit: str | None = None) -> "webdataset.WebDataset":
         """The samples as a stock ``webdataset.WebDataset`` over the tars of one unit or, in order, of all.
 
-        Nothing is shuffled; docs/webdataset.md says what a sample holds. Raises NotFoundError: ``unit-missing``, no
+        Nothing is shuffled, and of all units a sample that two of them hold comes once; docs/webdataset.md says what a
+        sample holds. Raises NotFoundError: ``unit-missing``, no
         such unit, or one that holds no sample; ConfigError: ``container-mismatch``, the store holds Zarr groups;
         ``store-empty``; ``store-remote``."""
         self._require_container("webdataset")
@@ -464,7 +465,13 @@ class Store:
         tars = [str(self.fs.local_path(f"{record.segment}/{TAR}")) for record in records if record.files]
         if not tars:
             raise ConfigError(f"{self.path} holds no sample yet", kind=Kind.STORE_EMPTY)
-        return webdataset.WebDataset(tars, shardshuffle=False)
+        samples = webdataset.WebDataset(tars, shardshuffle=False)
+        return samples.select(self._is_read) if unit is None and self.duplicates else samples
+
+    def _is_read(self, member: Mapping[str, Any]) -> bool:
+        """Whether a sample of a tar is the one that is read under its id."""
+        record, _ = self.locate(member["__key__"])
+        return f"/{record.segment}/" in member["__url__"]
 
     def _require_container(self, container: str, *others: str) -> None:
         if self.manifest.container not in (container, *others):

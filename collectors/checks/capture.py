@@ -98,9 +98,14 @@ class RejectBudget:
 
 
 def _row_norms(states: Tensor) -> np.ndarray:
-    """L2 norms of rows [..., D] in fp32 on the CPU."""
-    norms: np.ndarray = torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32).cpu().numpy()
-    return norms
+    """L2 norms of rows [..., D] in float64 on the CPU, to the precision of fp32: 0 of zeros alone, and finite of every
+    finite row."""
+    norms = torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32).cpu().double()
+    # The squares of fp32 vanish below 1e-23 and overflow above 1.8e19.
+    suspects = (norms == 0) | ~norms.isfinite()
+    if suspects.any():
+        norms[suspects] = torch.linalg.vector_norm(states[suspects.to(states.device)].double(), dim=-1).cpu()
+    return norms.numpy()
 
 
 def require_matching(

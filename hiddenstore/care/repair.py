@@ -246,6 +246,11 @@ def damaged_documents(store: Store, paths: Collection[str] | None = None) -> dic
                 twice(store.fs, read, path)
         except CorruptionError as error:
             damaged[path] = error.message.partition(" is damaged: ")[2] or error.message
+        except FormatError as error:
+            # Advice is measured again; earlier releases wrote some in which a number is null.
+            if error.kind != Kind.DOCUMENT_INVALID or not path.startswith(f"{layout.ADVICE_DIR}/"):
+                raise
+            damaged[path] = error.message
         except NotFoundError:
             if store.fs.size(path) is not None:
                 raise

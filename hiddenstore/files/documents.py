@@ -11,14 +11,14 @@ import math
 import re
 import shlex
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
 
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError, Kind
 from hiddenstore.files.layout import ADVICE_DIR, CALIBRATION_DIR, COMMITS_DIR, DATA_JSON, SNAPSHOTS_DIR, STORE_JSON
 from hiddenstore.fs.seam import Filesystem
-from schemas.base import IMAGES_FORMAT, Document
+from schemas.base import Document
 
 MAX_DOCUMENT_BYTES = 256 << 20
 MAX_DEPTH = 64
@@ -47,8 +47,9 @@ def canonical(value: object) -> bytes:
 
 
 def seal(document: Document) -> bytes:
-    """The bytes a document is stored as."""
-    body = canonical(document.model_dump(mode="json"))
+    """The bytes a document is stored as; raises as ``canonical``."""
+    # Mode "json" makes null of a NaN in what a model serialises by itself, as a ``Sparse`` one does.
+    body = canonical(document.model_dump())
     comma = b"," if len(body) > 2 else b""
     return b'%s%s"sha256":"%s"}\n' % (body[:-1], comma, sha256_hex(body).encode())
 
@@ -70,10 +71,7 @@ def unseal(data: bytes, model: type[M], where: str) -> M:
 
 def parsed(body: bytes, model: type[M], where: str) -> M:
     """The document in canonical bytes without their seal; raises as ``unseal``."""
-    version = _parse(body, where).get("format")
-    if isinstance(version, int) and version > IMAGES_FORMAT:
-        problem = f"{where} has format {version}; this version of hiddenstore reads formats up to {IMAGES_FORMAT}"
-        raise FormatError(problem, kind=Kind.FORMAT_FUTURE, hint="pip install --upgrade hiddenstore")
+    _check_format(_parse(body, where), model, where)
     try:
         # Strict: a number in quotes is another document, and a format in quotes would pass the look above.
         return model.model_validate_json(body, strict=True)
@@ -87,6 +85,22 @@ def parsed(body: bytes, model: type[M], where: str) -> M:
         member = ".".join(map(str, first["loc"])) or "document"
         message = f"{where} is not a {model.__name__}: {member}: {first['msg']}"
         raise FormatError(message, kind=Kind.DOCUMENT_INVALID) from error
+
+
+def _check_format(content: dict[str, Any], model: type[Document], where: str) -> None:
+    """Raises as ``unseal``, also where pydantic would take a default for no format, and 1.0 or true for 1."""
+    field = model.model_fields.get("format")
+    if field is None:
+        return
+    if "format" not in content:
+        raise _corrupt(where, f"it is no {model.__name__}: it lacks format")
+    version, highest = content["format"], max(get_args(field.annotation))
+    if type(version) is not int:
+        problem = f"{where} is not a {model.__name__}: format: expected a whole number, found {version!r:.40}"
+        raise FormatError(problem, kind=Kind.DOCUMENT_INVALID)
+    if version > highest:
+        problem = f"{where} has format {version}; this version of hiddenstore reads a {model.__name__} up to {highest}"
+        raise FormatError(problem, kind=Kind.FORMAT_FUTURE, hint="pip install --upgrade hiddenstore")
 
 
 def load(fs: Filesystem, path: str, model: type[M]) -> M:

@@ -3,8 +3,6 @@
 Several ranks of one run are one writer: rank 0 takes the lock for all. Readers need none.
 """
 
-import errno
-import fcntl
 import json
 import os
 import socket
@@ -14,11 +12,11 @@ from typing import Self
 
 from hiddenstore.console.output import output
 from hiddenstore.errors import ConflictError, Kind
+from hiddenstore.fs.disk import lock
 from hiddenstore.fs.seam import storage_errors
 
 WRITER = ".writer"
 _ANOTHER_RUN = "wait for it or stop it, or start another run with another -o"
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 class FolderLock:
@@ -74,16 +72,14 @@ class FolderLock:
     def _lock(self, handle: int) -> None:
         folder = self.path.parent
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_locked = lock(handle)
         except BlockingIOError as error:
             raise ConflictError(
                 f"{folder} is being written by {_holder(handle)}: one process at a time writes a {self._what}",
                 kind=Kind.RUN_IN_USE,
                 hint=self._hint,
             ) from error
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
+        if not is_locked:
             output().warn(f"{folder} lies on a filesystem without locks: nothing keeps a second process out of it")
 
 

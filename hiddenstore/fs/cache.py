@@ -4,7 +4,6 @@ Blocks of segment files lie under the digest of address, path, size and entity t
 block that a kill or a full disk left torn does not fit its checksum and is fetched again; nothing here is ever truth.
 """
 
-import fcntl
 import hashlib
 import os
 import secrets
@@ -16,6 +15,7 @@ from pathlib import Path
 from awscrt.checksums import crc32c
 
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.fs.disk import lock
 from hiddenstore.fs.objects import ObjectFilesystem
 from hiddenstore.fs.seam import is_address, storage_errors
 
@@ -149,10 +149,10 @@ def _runs(numbers: Iterable[int]) -> Iterator[list[int]]:
 
 @contextmanager
 def _only_one(path: Path) -> Iterator[bool]:
-    """Whether no other process is in this block now."""
+    """Whether no other process is in this block now, as far as there are locks."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(handle)
         yield True
     except BlockingIOError:
         yield False

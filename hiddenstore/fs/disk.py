@@ -23,6 +23,7 @@ from hiddenstore.threads import Lock
 
 OPEN_FILES = 512
 """Most read descriptors that a process keeps open between reads, over all its stores."""
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _HOST = "user.hiddenstore.host"
 _O_DIRECT = os.O_DIRECT if sys.platform == "linux" else 0
 # ext4 and xfs by the first word of Linux's statfs. Others have reasons of their own to keep a cache: a network, a
@@ -183,6 +184,18 @@ def read_whole(path: str | os.PathLike[str]) -> bytes:
     ``absence-unknown``: a link to nowhere."""
     with os.fdopen(_open_regular(os.fspath(path)), "rb", buffering=0) as file:
         return file.read()
+
+
+def lock(handle: int, *, waits: bool = False) -> bool:
+    """Lock an open file or folder until it is closed; False on a filesystem without locks. Raises BlockingIOError:
+    another process has it, unless this one ``waits``; OSError: the disk refused."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
 
 
 def host_of(path: str) -> str:

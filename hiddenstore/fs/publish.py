@@ -6,7 +6,6 @@ removes it, unless the process that holds its lock still lives. What a store pub
 """
 
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -17,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hiddenstore.errors import ConflictError, HiddenstoreError, Kind, StorageError
-from hiddenstore.fs.disk import PosixDisk
+from hiddenstore.fs.disk import PosixDisk, lock
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.seam import Filesystem, WritableFile, storage_error, storage_errors
 
@@ -188,7 +187,7 @@ def replace_file(path: Path, data: bytes) -> None:
     hidden = path.with_name(_hidden_name(path))
     try:
         with hidden.open("xb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock(file.fileno(), waits=True)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -245,12 +244,10 @@ def _sync_tree(folder: Path) -> None:
 def _locked(path: Path) -> Iterator[bool]:
     """Whether this process could lock a file or folder: a lock says that its writer lives, and ends with it."""
     handle = os.open(path, os.O_RDONLY)
-    is_locked = True
+    is_locked = False
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            is_locked = False
+        with suppress(OSError):
+            is_locked = lock(handle)
         yield is_locked
     finally:
         os.close(handle)

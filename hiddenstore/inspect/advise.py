@@ -110,7 +110,8 @@ def channel_error(original: Tensor, decoded: Tensor) -> float:
 
     mu and c are the robust centre and size of each channel: dividing by c lets every channel count alike, where a
     plain relative error sees the few massive ones only; the quotient per token keeps attention sinks from being all
-    that counts. Tokens that hold a NaN or an infinity are left out. Why it is judged so: docs/design/003.
+    that counts. Tokens that hold a NaN or an infinity are left out; one that decodes to a NaN is the largest error.
+    Why it is judged so: docs/design/003.
     """
     scale, offset = channel_statistics(original)
     before = original.float()
@@ -119,7 +120,8 @@ def channel_error(original: Tensor, decoded: Tensor) -> float:
     counted = torch.isfinite(size) & (size > 0)
     if not bool(counted.any()):
         return 0.0
-    return min(float((error[counted] / size[counted]).mean().sqrt()), sys.float_info.max)
+    mean = (error[counted] / size[counted]).mean().nan_to_num(nan=torch.inf)
+    return min(float(mean.sqrt()), sys.float_info.max)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +163,9 @@ def fp8_per_token(layer: Tensor) -> Trial:
     """E4M3 with one bf16 scale per token: the form of the fp8 backend of vllm ``speculators`` (PR 1028)."""
     values = layer.float()
     peak = values.abs().amax(dim=1, keepdim=True)
-    scale = torch.where(peak > 0, peak / _E4M3_LARGEST, 1.0).bfloat16().float()
+    scale = (peak / _E4M3_LARGEST).bfloat16().float()
+    # The scale of a row of zeros is zero, and that of one near it rounds there.
+    scale = torch.where(scale > 0, scale, 1.0)
     scaled = values / scale
     decoded = scaled.clamp(-_E4M3_LARGEST, _E4M3_LARGEST).to(torch.float8_e4m3fn).float() * scale
     # Values up to half a step beyond the largest code round to it.

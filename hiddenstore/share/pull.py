@@ -3,7 +3,6 @@
 ``SHA256SUMS`` lands first and says whose folder this is; the file that makes it a store or a drafter lands last.
 """
 
-import fcntl
 import hashlib
 import os
 import shlex
@@ -17,6 +16,7 @@ from threading import Event
 from hiddenstore.console.text import plural
 from hiddenstore.errors import ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.files.layout import COMMITS_DIR, INDEX_DIR, SNAPSHOTS_DIR, STORE_JSON
+from hiddenstore.fs.disk import lock
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import make_folder, replace_file, sweep_killed
 from hiddenstore.fs.seam import TEMP_PREFIX, storage_errors
@@ -123,7 +123,7 @@ def _writing(out: Path) -> Iterator[None]:
         make_folder(out)
         handle = os.open(out, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(handle)
         yield
         os.fsync(handle)
     except BlockingIOError as error:

@@ -90,6 +90,19 @@ def test_a_sick_layer_is_rejected_and_named(
     assert reject.detail.startswith(layer)
 
 
+@pytest.mark.parametrize("magnitude", [2.0**-133, 1e-25, 1e20, 3e38])
+def test_a_row_whose_squares_vanish_or_overflow_is_neither_zero_nor_infinite(
+    target: LoadedTarget,
+    samples: list[Sample],
+    captured: Captured,
+    rows: list[np.ndarray],
+    spec: CheckSpec,
+    magnitude: float,
+) -> None:
+    captured.aux[1, 3].fill_(magnitude)
+    assert reasons(target, samples, captured, rows, spec) == []
+
+
 def test_the_profile_is_of_text_and_says_nothing_of_the_rows_of_an_image(
     target: LoadedTarget, captured: Captured, samples: list[Sample], rows: list[np.ndarray], spec: CheckSpec
 ) -> None:

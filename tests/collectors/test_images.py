@@ -31,7 +31,9 @@ from hiddenstore.files.documents import seal
 from hiddenstore.inputs import PreparedInput
 from hiddenstore.records import Sample, image_positions
 from hiddenstore.targets.folder import open_target
+from schemas.base import Format
 from schemas.manifest import FileEntry, ImageEntry
+from schemas.prepared import PreparedData
 from tests.collectors.tiny import tiny_tokenizer
 from tests.collectors.tiny_images import TOKEN, TOKEN_TEXT, about, data_uri, noise, openai_part, save_image_target
 from tests.tiny_world import chat, write_rows
@@ -329,8 +331,8 @@ def test_text_alone_is_prepared_as_for_any_target_and_images_as_a_later_format(
     data = prepared(tmp_path / "other", target, [chat(1), about(openai_part("a.png"))])
     assert data.info.images is not None
     assert (data.info.images.samples, data.info.format) == (1, 2)
-    monkeypatch.setattr(documents, "IMAGES_FORMAT", 1)
-    with pytest.raises(FormatError, match="has format 2; this version of hiddenstore reads formats up to 1"):
+    monkeypatch.setattr(PreparedData.model_fields["format"], "annotation", Format)
+    with pytest.raises(FormatError, match="has format 2; this version of hiddenstore reads a PreparedData up to 1"):
         PreparedInput.open(tmp_path / "other/data")
 
 

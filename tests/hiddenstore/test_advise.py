@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -166,6 +167,23 @@ def test_fp8_per_token_rounds_to_e4m3_steps_and_keeps_the_scale_of_every_token()
     # E4M3 has four significant bits: 13 is held, 27 lies between 26 and 28 and goes to the even one.
     assert trial.decoded.tolist() == [[448.0, 13.0, 0.0, -28.0], [0.0, 0.0, 0.0, 0.0]]
     assert (trial.row_bytes, trial.clipped) == (6.0, 0)
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-38, 1e-39, 1e-40])
+def test_a_row_near_zero_leaves_every_number_of_the_advice_finite(magnitude: float) -> None:
+    layer = torch.randn(24, 32)
+    layer[2] *= magnitude
+    decoded = fp8_per_token(layer.bfloat16()).decoded
+    assert decoded.isfinite().all()
+    assert torch.equal(decoded[3:], fp8_per_token(layer[3:].bfloat16()).decoded)
+    assert math.isfinite(channel_error(layer.bfloat16(), decoded))
+
+
+def test_a_token_that_decodes_to_nan_is_the_largest_error() -> None:
+    layer = torch.randn(24, 32).bfloat16()
+    decoded = layer.clone()
+    decoded[2, 3] = torch.nan
+    assert channel_error(layer, decoded) == sys.float_info.max
 
 
 @pytest.mark.parametrize("container", ["zarr", "webdataset"])

@@ -16,10 +16,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+import schemas
 from hiddenstore.files.documents import canonical
 from hiddenstore.store import Store
 from hiddenstore.targets.folder import open_target
-from hiddenstore.testing.builders import make_store
+from hiddenstore.testing.builders import ENGINE, make_samples, make_store, random_records
+from hiddenstore.writer import write_unit
+from tests.accepting import repair_all
 from tests.golden.reading import STORES, TARGET
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
@@ -40,16 +43,50 @@ def test_it_gives_rows_that_stand_with_another_sample(tmp_path: Path, name: str)
     assert_the_program_reads(store, record.samples[int(shared.argmax())].id, 1, tmp_path)
 
 
+def test_it_reads_of_two_units_the_first_by_name(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    write_unit(store, "zz", "1" * 64, random_records(make_samples(6)[1:4], store.capture, seed=9), (), ENGINE)
+    store = Store.open(store.path)
+    assert store.duplicates == 3
+    assert_the_program_reads(store, make_samples(6)[2].id, 3, tmp_path)
+
+
+def test_it_reads_no_sample_that_a_repair_left_out(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples=8)
+    record = max(store.commits(), key=lambda record: len(record.samples))
+    path = Path(store.path) / record.segment / "spans/c/0/0"
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    names = [name for unit in repair_all(store.path).units for name in unit.dropped]
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        run_the_program(store, names[0], 3, tmp_path)
+    assert f"{names[0]} is in no unit" in error.value.stderr
+
+
 def assert_the_program_reads(store: Store, wanted: str, layer: int, tmp_path: Path) -> None:
+    found = torch.from_numpy(np.load(run_the_program(store, wanted, layer, tmp_path))).bfloat16()
+    assert torch.equal(found.view(torch.int16), store.read(wanted, layers=[layer]).aux[0].view(torch.int16))
+
+
+def run_the_program(store: Store, wanted: str, layer: int, tmp_path: Path) -> Path:
     match = re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert match is not None
     program = tmp_path / "reader.py"
     program.write_text(match[1], encoding="utf-8")
     out = tmp_path / "states.npy"
     command = [sys.executable, "-P", str(program), store.path, wanted, str(layer), str(out)]
-    subprocess.run(command, check=True, cwd=tmp_path, timeout=60)
-    found = torch.from_numpy(np.load(out)).bfloat16()
-    assert torch.equal(found.view(torch.int16), store.read(wanted, layers=[layer]).aux[0].view(torch.int16))
+    subprocess.run(command, check=True, cwd=tmp_path, timeout=60, capture_output=True, text=True)
+    return out
+
+
+@pytest.mark.parametrize("name", ["store", "commit"])
+def test_the_page_names_every_member_that_the_schema_of_a_document_has(name: str) -> None:
+    path = Path(schemas.__file__).parent / "json" / f"{name}.schema.json"
+    schema = json.loads(path.read_bytes())
+    parts = [schema, *schema["$defs"].values()]
+    pieces = PAGE.read_text(encoding="utf-8").split("```")
+    formulas = [block for block in pieces[1::2] if block.startswith("\n")]
+    named = " ".join(re.findall(r"`([^`]*)`", " ".join(pieces[::2])) + formulas)
+    assert {member for part in parts for member in part["properties"]} - set(re.findall(r"\w+", named)) == set()
 
 
 def test_the_digests_of_a_target_follow_from_the_page_alone() -> None:

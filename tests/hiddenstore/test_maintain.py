@@ -34,6 +34,11 @@ def tree(store: Store) -> dict[str, bytes]:
     return {p.relative_to(root).as_posix(): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
 
 
+def write_sealed(path: Path, content: dict[str, object]) -> None:
+    body = canonical(content)
+    path.write_bytes(body[:-1] + b',"sha256":"%s"}\n' % sha256_hex(body).encode())
+
+
 def spoil(store: Store, sample: str) -> None:
     """Flip a byte in the codes of one sample."""
     record, index = store.locate(sample)
@@ -260,6 +265,42 @@ def test_a_damaged_snapshot_or_advice_is_set_aside_and_the_store_verifies(tmp_pa
     assert verify(store.path, "bytes").ok
 
 
+def test_advice_of_an_earlier_release_in_which_a_number_is_null_is_set_aside(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    record = store.commits()[0]
+    spoil(store, record.samples[0].id)
+    (Path(store.path) / "advice").mkdir()
+    row = {
+        "recipe": "raw",
+        "bytes_per_token": 1.0,
+        "kl": None,
+        "overlap": None,
+        "top1_flips": None,
+        "channel_error": None,
+        "channel_errors": {"layer_1": None},
+        "raw_rows": 0.0,
+        "clipped": 0.0,
+        "within": True,
+        "chosen": True,
+    }
+    advice = {"format": 1, "tokens": 1, "final_rows": 0, "max_kl": 0.1, "max_channel_error": 0.1, "paired": []}
+    write_sealed(Path(store.path) / "advice" / "1.json", {**advice, "chosen": "raw", "rows": [row]})
+    assert not verify(store.path, "bytes").ok
+    assert list(repair_all(store.path).aside) == ["advice/1.json"]
+    assert verify(store.path, "bytes").ok
+
+
+def test_advice_of_a_later_format_stops_a_repair(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    (Path(store.path) / "advice").mkdir()
+    write_sealed(Path(store.path) / "advice" / "1.json", {"format": 9})
+    before = tree(store)
+    with pytest.raises(FormatError) as error:
+        repair_all(store.path)
+    assert error.value.kind == "format-future"
+    assert tree(store) == before
+
+
 def test_documents_in_the_place_of_another_kind_are_made_again_or_set_aside(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     expected = contents(store)
@@ -374,11 +415,8 @@ def test_a_folder_of_a_store_on_a_disk_that_is_not_mounted_is_no_damage_and_no_g
 def test_a_record_of_another_version_stops_a_repair(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     record = store.commits()[0]
-    content = record.model_dump(mode="json") | {"of_the_future": 1}
-    body = canonical(content)
-    (Path(store.path) / layout.commit_path(record.unit)).write_bytes(
-        body[:-1] + b',"sha256":"%s"}\n' % sha256_hex(body).encode()
-    )
+    path = Path(store.path) / layout.commit_path(record.unit)
+    write_sealed(path, record.model_dump(mode="json") | {"of_the_future": 1})
     before = tree(store)
     with pytest.raises(FormatError):
         repair_all(store.path)

@@ -1,6 +1,7 @@
 """What files and folders of a local disk look like to others while they are written, after a kill, and to a second."""
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -13,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from hiddenstore.errors import ConflictError, CorruptionError, Kind, StorageError
+from hiddenstore.fs.cache import _only_one
 from hiddenstore.fs.disk import PosixDisk
 from hiddenstore.fs.publish import make_folder, new_file, new_folder, replace_file, sweep_killed, tree_files
+from hiddenstore.share.pull import _writing
 
 WRITER = """
 import sys, time
@@ -216,3 +219,22 @@ def test_a_replaced_file_is_the_old_one_or_the_new_one(tmp_path: Path, monkeypat
     assert (path.read_bytes(), list(tmp_path.iterdir())) == (b"old", [path])
     replace_file(path, b"new")
     assert path.read_bytes() == b"new"
+
+
+def test_a_filesystem_without_locks_takes_replaced_files_caches_and_pulls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    replace_file(tmp_path / "LATEST", b"new")
+    assert (tmp_path / "LATEST").read_bytes() == b"new"
+    with _only_one(tmp_path / ".lock") as is_mine:
+        assert is_mine
+    with _writing(tmp_path / "pulled"):
+        assert (tmp_path / "pulled").is_dir()
+    half = tmp_path / ".out.writing-01234567"
+    half.touch()
+    write("file", tmp_path / "out")
+    assert half.exists(), "its writer may live"

@@ -1,14 +1,21 @@
 """Documents that carry their own digest."""
 
+import json
+import math
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError
 from hiddenstore.files.documents import MAX_DOCUMENT_BYTES, canonical, load, seal, sha256_hex, unseal
+from hiddenstore.testing.builders import ENGINE
+from schemas.advice import Advice, AdviceRow
 from schemas.base import Document
-from schemas.manifest import Engine, LayerStats, Snapshot, SnapshotEntry
+from schemas.manifest import CommitRecord, Engine, LayerStats, Snapshot, SnapshotEntry, StoreManifest
 from tests.faults import FaultFilesystem
+from tests.golden.reading import STORES
 
 SNAPSHOT = Snapshot(name="é ünï", commits=(SnapshotEntry(record="a.json", sha256="0" * 64),), samples=3, tokens=70)
 
@@ -61,10 +68,46 @@ def test_every_truncation_and_every_trailing_byte_is_corruption() -> None:
 
 def test_a_later_format_is_refused_with_the_format_named() -> None:
     body = canonical({**SNAPSHOT.model_dump(mode="json"), "format": 7, "news": 1})
-    with pytest.raises(FormatError, match="has format 7; this version of hiddenstore reads formats up to 2") as error:
+    with pytest.raises(
+        FormatError, match="has format 7; this version of hiddenstore reads a Snapshot up to 1"
+    ) as error:
         unseal(sealed(body), Snapshot, "x")
     assert error.value.kind == "format-future"
     assert error.value.hint
+
+
+@pytest.mark.parametrize("version", [1.0, True, "1", None, 0, -1, 2.0])
+@pytest.mark.parametrize("model", [Snapshot, StoreManifest, CommitRecord])
+def test_a_format_that_is_not_the_whole_number_it_can_be_is_refused(version: object, model: type[Document]) -> None:
+    body = canonical({**document_of(model), "format": version})
+    with pytest.raises(FormatError, match=f"is not a {model.__name__}: format: ") as error:
+        unseal(sealed(body), model, "x")
+    assert error.value.kind == "document-invalid"
+
+
+@pytest.mark.parametrize(("model", "later"), [(Snapshot, 2), (StoreManifest, 3), (CommitRecord, 2)])
+def test_a_later_format_is_later_than_the_one_of_its_own_kind(model: type[Document], later: int) -> None:
+    with pytest.raises(FormatError, match=f"has format {later}") as error:
+        unseal(sealed(canonical({**document_of(model), "format": later})), model, "x")
+    assert error.value.kind == "format-future"
+
+
+@pytest.mark.parametrize("model", [Snapshot, StoreManifest, CommitRecord])
+def test_a_document_without_its_format_is_damaged(model: type[Document]) -> None:
+    content = document_of(model)
+    content.pop("format")
+    with pytest.raises(CorruptionError, match=f"it is no {model.__name__}: it lacks format"):
+        unseal(sealed(canonical(content)), model, "x")
+
+
+def document_of(model: type[Document]) -> dict[str, Any]:
+    if model is Snapshot:
+        return SNAPSHOT.model_dump(mode="json")
+    folder = STORES / "safe-zarr"
+    path = folder / "store.json" if model is StoreManifest else next((folder / "commits").iterdir())
+    content: dict[str, Any] = json.loads(path.read_bytes())
+    del content["sha256"]
+    return content
 
 
 @pytest.mark.parametrize(
@@ -92,11 +135,31 @@ def test_a_damaged_document_says_which_command_comes_next(where: str, fix: str) 
     assert error.value.hint == fix
 
 
-def test_nan_cannot_be_written() -> None:
-    stats = LayerStats(rows=1, rms_mean=float("nan"), rms_median=0, rms_max=0, abs_max=0)
-    with pytest.raises(ConfigError) as error:
-        seal(stats)
-    assert error.value.kind == "document-unwritable"
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_no_document_that_holds_nan_or_infinity_can_be_written(number: float) -> None:
+    stats = LayerStats(rows=1, rms_mean=number, rms_median=0, rms_max=0, abs_max=0)
+    record = CommitRecord(
+        unit="u", input="0" * 64, segment="segments/u", engine=ENGINE, files=(), samples=(), stats={"layer_1": stats}
+    )
+    row = AdviceRow(
+        recipe="raw",
+        bytes_per_token=1.0,
+        kl=None,
+        overlap=None,
+        top1_flips=None,
+        channel_error=0.0,
+        channel_errors={"layer_1": number},
+        raw_rows=0.0,
+        clipped=0.0,
+        within=True,
+        chosen=True,
+    )
+    advice = Advice(tokens=1, final_rows=0, max_kl=0.1, max_channel_error=0.1, chosen="raw", rows=(row,))
+    documents: list[Document] = [stats, record, advice, advice.model_copy(update={"rows": (), "max_kl": number})]
+    for document in documents:
+        with pytest.raises(ConfigError) as error:
+            seal(document)
+        assert error.value.kind == "document-unwritable"
 
 
 def test_an_empty_document_can_be_sealed() -> None:

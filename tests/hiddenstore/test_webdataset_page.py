@@ -10,10 +10,10 @@ from types import ModuleType
 
 import pytest
 import torch
-import webdataset
 
 from hiddenstore.store import Store
-from hiddenstore.testing.builders import make_store
+from hiddenstore.testing.builders import ENGINE, make_samples, make_store, random_records
+from hiddenstore.writer import write_unit
 
 PAGE = Path(__file__).parents[2] / "docs" / "webdataset.md"
 FIELDS = (("aux", "layer_1", 0), ("aux", "layer_3", 1), ("final", "final", 0))
@@ -48,7 +48,7 @@ def states_of(store: Store, sample_id: str) -> list[torch.Tensor]:
 def test_the_decoder_of_the_page_gives_the_states_the_store_gives(tmp_path: Path, page: ModuleType, codec: str) -> None:
     store = make_store(tmp_path, codec=codec, container="webdataset")
     seen = []
-    for sample in webdataset.WebDataset(page.tars(store.path), shardshuffle=False):
+    for sample in page.samples(store.path):
         seen.append(sample["__key__"])
         for (group, field, slot), wanted in zip(FIELDS, states_of(store, sample["__key__"]), strict=True):
             found = torch.from_numpy(page.states(sample, group, field, slot)).bfloat16()
@@ -67,9 +67,23 @@ def test_the_page_takes_the_highest_revision_of_a_unit(tmp_path: Path, page: Mod
     assert len(page.tars(store.path)) == 1 + len(others)
 
 
+def test_a_sample_of_two_units_comes_once_with_the_states_of_the_unit_first_by_name(
+    tmp_path: Path, page: ModuleType
+) -> None:
+    store = make_store(tmp_path, container="webdataset")
+    write_unit(store, "zz", "1" * 64, random_records(make_samples(6)[1:4], store.capture, seed=9), (), ENGINE)
+    store = Store.open(store.path)
+    assert store.duplicates == 3
+    for samples in (list(page.samples(store.path)), list(store.webdataset())):
+        assert [sample["__key__"] for sample in samples] == store.sample_ids
+        for sample in samples:
+            states = torch.from_numpy(page.states(sample, "aux", "layer_3", 1)).bfloat16()
+            assert torch.equal(states, store.read(sample["__key__"], layers=[3]).aux[0])
+
+
 def test_the_page_unpacks_lossless_members(tmp_path: Path, page: ModuleType) -> None:
     store = make_store(tmp_path, codec="lossless", container="webdataset")
-    for sample in webdataset.WebDataset(page.tars(store.path), shardshuffle=False):
+    for sample in page.samples(store.path):
         for (_, field, _), wanted in zip(FIELDS, states_of(store, sample["__key__"]), strict=True):
             found = torch.from_numpy(page.unblosc(sample[f"{field}.blosc"], 32).copy())
             assert torch.equal(found, wanted.view(torch.uint16))
