@@ -108,7 +108,10 @@ class _InProcess:
 
     def _reply(self, answer: Answer) -> Reply:
         # Special tokens too: channels, thoughts and calls are marked by them. The one that ends it is not among these.
-        text = str(self.folder.tokenizer.decode(answer.token_ids, skip_special_tokens=False))
+        # Spaces too: transformers 4.57 takes those before punctuation out where a tokenizer says so, as Llama 3's does.
+        text = self.folder.tokenizer.decode(
+            answer.token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         is_looping = repeated_share(answer.token_ids) > LOOP_SHARE
         drop = "looping" if is_looping else None if text.strip() else "empty"
         return Reply(text=text, tokens=len(answer.token_ids), is_cut=not answer.ended, drop=drop)

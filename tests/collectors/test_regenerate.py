@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_templates import CHATML, HARMONY, MARKS, tiny_tokenizer
+from tiny_templates import tiny_target as folder_of
 
 from collectors.regenerate import generate, in_process
 from collectors.regenerate.generate import Answer, Sampling, nucleus, prompt_batches
@@ -21,7 +23,7 @@ from collectors.regenerate.job import regenerate, take_answered
 from collectors.regenerate.options import RegenerateOptions, RegenerateReport
 from collectors.targets.load import LoadedTarget
 from hiddenstore.errors import ConfigError, ConflictError, InterruptError, NotFoundError, StorageError
-from tests.collectors.tiny import TEMPLATE, save_target, tiny_target
+from tests.collectors.tiny import TEMPLATE, save_target, tidies_up, tiny_target
 
 PROMPTS = [[1, 40, 41, 42], [1, 50], [1, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69], [1, 33, 34], [1, 70]]
 
@@ -201,6 +203,33 @@ def test_a11_a_row_says_which_of_its_answers_the_limit_cut(
     assert run(options).cut > 0
     answered = [message for row in rows(options.out) for message in row if message["role"] == "assistant"]
     assert {message["finish_reason"] for message in answered} == {"length"}
+
+
+def target_that_says(
+    text: str, template: str, folder: Path, monkeypatch: pytest.MonkeyPatch, ended: bool = True
+) -> str:
+    """A target of this chat template whose every answer is ``text``, special tokens in it and all."""
+    tokenizer = tiny_tokenizer(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
+    tokenizer.save_pretrained(folder_of(folder))
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    monkeypatch.setattr(in_process, "load_target", lambda *_: None)
+
+    def answers(_target: object, prompts: list[list[int]], *_more: object) -> list[tuple[int, Answer]]:
+        return [(row, Answer(ids, ended)) for row in range(len(prompts))]
+
+    monkeypatch.setattr(in_process, "generate_batch", answers)
+    return str(folder)
+
+
+def test_an_answer_keeps_the_spaces_before_its_punctuation(
+    options: RegenerateOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "x = [1 , 2] if a . b else do n't ! Why ?"
+    target = target_that_says(said, CHATML, tmp_path / "says", monkeypatch)
+    tidies_up(Path(target))
+    run(replace(options, target=target))
+    assert rows(options.out)[0][1]["content"] == said
 
 
 def test_a_question_without_an_answer_gets_one_after_every_user_turn(

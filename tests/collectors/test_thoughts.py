@@ -2,24 +2,12 @@
 
 import numpy as np
 import pytest
-from tiny_templates import CHATML, CHATML_TAGGED, chat, tiny_tokenizer
+from tiny_templates import CHATML, CHATML_TAGGED, HARMONY, MARKS, chat, tiny_tokenizer
 
 from collectors.tokenize.template import ChatTemplate, Tokenised
 from collectors.tokenize.thoughts import reasoning_ranges, stated_reasoning_ranges
 from hiddenstore.conversation import Conversation
 from hiddenstore.conversation.messages import Message, with_known_reasoning
-
-HARMONY = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}"
-    "{% if m.thinking and loop.last %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>"
-    "{% endif %}"
-    "<|start|>assistant<|channel|>final<|message|>{{ m['content'] }}"
-    "{% if loop.last and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}"
-    "{% else %}<|start|>{{ m['role'] }}<|message|>{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-)
-"""gpt-oss's, without its system message and its tools."""
-MARKS = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"]
 
 
 def test_the_analysis_channel_of_harmony_is_thoughts() -> None:
