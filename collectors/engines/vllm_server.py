@@ -99,7 +99,7 @@ def server_command(target: EngineTarget, layer_ids: LayerIds) -> str:
 
 
 def long_factors_above(target: EngineTarget) -> int | None:
-    """The ``max_model_len`` above which vLLM turns every sample by the long factors of ``longrope``; None for others."""
+    """The ``max_model_len`` above which vLLM turns every sample by the long factors of LongRoPE; None of others."""
     return rope_boundary(target.config) if rope_kind(target.config) == "longrope" else None
 
 

@@ -232,6 +232,57 @@ def test_an_answer_keeps_the_spaces_before_its_punctuation(
     assert rows(options.out)[0][1]["content"] == said
 
 
+IN_CHANNELS = "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>Four."
+OPENS_A_THOUGHT = CHATML.replace("assistant\n{% endif", "assistant\n<think>{% endif").replace(
+    "{{ m['content'] }}", "{% if m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] }}"
+)
+REFUSES_CHANNELS = "{% if '<|channel|>' in messages[-1].content %}{{ raise_exception('no tags here') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "says", "change"),
+    [
+        (
+            HARMONY,
+            IN_CHANNELS,
+            "'<|channel|>final<|message|><|channel|>an' where the target read and wrote '<|channel|>analysis",
+        ),
+        (REFUSES_CHANNELS + HARMONY, IN_CHANNELS, "no tags here"),
+        (
+            OPENS_A_THOUGHT,
+            "hm</think>yo",
+            "'</think>hm</think>yo<|im_end|>' where the target read and wrote 'hm</think>yo'",
+        ),
+    ],
+)
+def test_a_run_ends_before_its_first_answer_is_kept_where_the_template_writes_answers_as_other_text(
+    template: str, says: str, change: str, options: RegenerateOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = target_that_says(says, template, tmp_path / "says", monkeypatch)
+    with pytest.raises(ConfigError) as caught:
+        run(replace(options, target=target))
+    assert caught.value.kind == "template-unstable"
+    assert change in caught.value.message
+    assert "reasoning parser" in str(caught.value.hint)
+    assert not folder_of_answers(options).exists()
+
+
+@pytest.mark.parametrize(
+    ("template", "says", "ended"),
+    [
+        (CHATML, IN_CHANNELS, True),
+        (CHATML.replace("{{ m['content'] }}", "{{ m['content'] | trim }}"), "  yo\n", True),
+        (OPENS_A_THOUGHT, "hm, I was cut", False),
+    ],
+)
+def test_a_run_goes_on_where_the_template_writes_answers_as_they_are_or_they_were_cut(
+    template: str, says: str, ended: bool, options: RegenerateOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = target_that_says(says, template, tmp_path / "says", monkeypatch, ended)
+    assert run(replace(options, target=target)).answers == 4
+    assert rows(options.out)[0][1]["content"] == says
+
+
 def test_a_question_without_an_answer_gets_one_after_every_user_turn(
     options: RegenerateOptions, tmp_path: Path
 ) -> None:

@@ -20,8 +20,8 @@ Damage = Callable[[torch.Tensor, list[int]], tuple[torch.Tensor, list[int]]]
 
 class VllmDouble:
     """``ids`` are vLLM's; ``refusals`` are HTTP codes answered before the first good answer; ``room`` is its
-    ``max_model_len``; ``keys`` are those that were sent; ``penalty`` is the repetition penalty of the model's ``generation_config.json``, which holds
-    where a request names none."""
+    ``max_model_len``; ``keys`` are those that were sent; ``penalty`` is the repetition penalty of the model's
+    ``generation_config.json``, which holds where a request names none."""
 
     def __init__(self, model: Any, tokenizer: Any, name: str, folder: Path, ids: list[int]) -> None:
         self.model, self.tokenizer, self.name, self.folder, self.ids = model, tokenizer, name, folder, ids
