@@ -10,7 +10,8 @@ Shapes: T tokens of one conversation, n turns. Text ranges [start, end) count ch
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
@@ -27,7 +28,13 @@ from collectors.tokenize.thoughts import (
     stated_reasoning_ranges,
 )
 from hiddenstore.conversation import Conversation, Problem
-from hiddenstore.conversation.messages import REASONING, Message, with_known_reasoning
+from hiddenstore.conversation.messages import (
+    REASONING,
+    Message,
+    has_open_seam,
+    with_known_reasoning,
+    without_seam,
+)
 from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
 from hiddenstore.targets.identity import chat_template_sha256, tokenizer_sha256
 from hiddenstore.targets.rendering import RENDER_ERRORS, date_of, dated, limited_rendering, reason_of, template_of
@@ -37,6 +44,7 @@ from schemas.prepared import LossOn, MaskFrom
 Range = tuple[int, int]
 ASSISTANT = ROLES.index("assistant")
 _SHOWN = 24
+_THOUGHT, _WORDS = "A-thought-of-two", "Words-of-four"
 
 
 @dataclass(frozen=True)
@@ -295,6 +303,7 @@ class ChatTemplate:
         self.date = next((date for date in map(date_of, texts) if date is not None), None)
         self.is_tagged = bool(_GENERATION_TAG.search(self.text_for(None)))
         self._special = dict(tokenizer.special_tokens_map)
+        self._seams: dict[str, tuple[str, str]] = {}
         decoder = tokenizer.added_tokens_decoder
         added = [token.content for token in decoder.values() if token.special]
         self._own_ends = tuple(decoder[one].content for one in end_ids if one in decoder and decoder[one].content)
@@ -335,6 +344,8 @@ class ChatTemplate:
             **{**self._special, **conversation.template_kwargs},
         )
         messages = with_known_reasoning(conversation.messages[:count], template)
+        if has_open_seam(messages):
+            messages = without_seam(messages, *self._seam(conversation.template_kwargs))
         with limited_rendering(conversation.location):
             try:
                 texts, ranges = render(conversations=[messages])
@@ -344,6 +355,22 @@ class ChatTemplate:
                     raise
                 texts, ranges = render(conversations=[texted])
         return texts[0], [tuple(pair) for pair in ranges[0]] if ranges else []
+
+    def _seam(self, kwargs: Mapping[str, Any]) -> tuple[str, str]:
+        """White space that the template writes between a thought and what closes it, and between that and the words;
+        none of a template that writes no thoughts."""
+        key = json.dumps(kwargs, sort_keys=True, ensure_ascii=False)
+        if key not in self._seams:
+            answer = {"role": "assistant", "content": _WORDS, "reasoning_content": _THOUGHT}
+            probe = Conversation("probe", [{"role": "user", "content": "?"}, answer], template_kwargs=kwargs)
+            text = ""
+            with suppress(*RENDER_ERRORS):
+                text, _ = self.render(probe)
+            seam, words, _ = text.partition(_THOUGHT)[2].partition(_WORDS)
+            tag = seam.strip() if words else ""
+            before, after = seam.split(tag, 1) if tag else ("", "")
+            self._seams[key] = before, after
+        return self._seams[key]
 
     def prompt_ids(self, conversation: Conversation) -> list[int]:
         """Token ids up to where the next answer begins. Raises as rendering does: one of ``RENDER_ERRORS``."""

@@ -107,6 +107,49 @@ def test_reasoning_stays_as_it_is_where_the_template_reads_it_or_none() -> None:
         assert with_known_reasoning(messages, template) == messages
 
 
+SEAM = CHATML.replace(
+    "{{ m['content'] }}", "{% if m.reasoning %}<think>\n{{ m.reasoning }}\n</think>\n\n{% endif %}{{ m['content'] }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "thought", "words", "supervised"),
+    [
+        (SEAM, "So.", "Four.", "<think>\nSo.\n</think>\n\nFour."),
+        (SEAM, "So.", "\n\nFour.", "<think>\nSo.\n</think>\n\nFour."),
+        (SEAM, "So.\n", "\n\nFour.", "<think>\nSo.\n</think>\n\nFour."),
+        (SEAM, "So.\n", "Four.", "<think>\nSo.\n</think>\n\nFour."),
+        (SEAM, "So.\n\n", "\n\n\tFour.", "<think>\nSo.\n\n</think>\n\n\tFour."),
+        (SEAM, "So.", "    four()", "<think>\nSo.\n</think>\n\n    four()"),
+        (READS.replace("NAME", "reasoning"), "So.\n", "\n\nFour.", "<think>So.\n</think>\n\nFour."),
+        (CHATML, "So.\n", "\n\nFour.", "\n\nFour."),
+    ],
+)
+def test_white_space_that_a_parser_left_beside_the_end_of_a_thought_is_not_written_twice(
+    template: str, thought: str, words: str, supervised: str
+) -> None:
+    """The second pair is what vLLM 0.32 makes of ``So.\\n</think>\\n\\nFour.`` by its parser ``minimax_m2``."""
+    chosen = ChatTemplate(tiny_tokenizer(template))
+    asked, said = chat("two?", words)
+    for cut, end in ((frozenset[int](), "<|im_end|>"), (frozenset({1}), "")):
+        conversation = Conversation("f:1", [asked, said | {"reasoning_content": thought}], cut=cut)
+        (sample,) = chosen.tokenise([conversation])
+        assert isinstance(sample, Tokenised), sample
+        assert chosen.tokenizer.decode(sample.input_ids[sample.loss_mask == 1]) == f"{supervised}{end}"
+
+
+def test_what_stands_beside_a_thought_follows_what_the_row_gives_its_template() -> None:
+    only_then = SEAM.replace("m.reasoning %}", "m.reasoning and enable_thinking %}")
+    chosen = ChatTemplate(tiny_tokenizer(only_then))
+    asked, said = chat("two?", "\n\nFour.")
+    for is_on, supervised in ((True, "<think>\nSo.\n</think>\n\nFour."), (False, "\n\nFour.")):
+        kwargs = {"enable_thinking": is_on}
+        conversation = Conversation("f:1", [asked, said | {"reasoning": "So."}], template_kwargs=kwargs)
+        (sample,) = chosen.tokenise([conversation])
+        assert isinstance(sample, Tokenised), sample
+        assert chosen.tokenizer.decode(sample.input_ids[sample.loss_mask == 1]) == f"{supervised}<|im_end|>"
+
+
 AT_FOUR = [{"function": {"arguments": {"at": "4."}}}]
 OWN_TAGS = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning_content %}<own>{{ m.reasoning_content | trim }}"
