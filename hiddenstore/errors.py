@@ -218,7 +218,7 @@ class Kind(StrEnum):
     TEMPLATE_INVALID = "template-invalid", ConfigError, "The chat template cannot be rendered."
     TEMPLATE_MISSING = "template-missing", ConfigError, "The target's tokenizer has no chat template."
     TEMPLATE_ENDLESS = "template-endless", FormatError, "The chat template does not end."
-    TEMPLATE_UNSTABLE = "template-unstable", ConfigError, "The chat template rewrites earlier turns."
+    TEMPLATE_UNSTABLE = "template-unstable", ConfigError, "The chat template rewrites earlier turns or answers."
     MASK_EMPTY = "mask-empty", ConfigError, "No token of an answer would be taught."
     TOKENIZER_MISMATCH = "tokenizer-mismatch", FormatError, "Tokens and target are of different tokenizers."
     TARGET_MISSING = "target-missing", NotFoundError, "There is no target of that name."

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from collectors.checks.capture import CheckSpec, require_matching
 from collectors.engines import Captured, CaptureRequest
-from collectors.engines.hf import forward_with_images, rope_boundary
+from collectors.engines.hf import forward_with_images
 from collectors.targets.load import LoadedTarget, Probe, probe_states
 from hiddenstore.errors import CaptureError, Kind
 from hiddenstore.records import Sample
+from hiddenstore.targets.rope import rope_boundary
 from schemas.capture import FINAL
 from schemas.layers import field_name
 

@@ -34,6 +34,7 @@ from hiddenstore.records import image_positions
 from hiddenstore.targets.attention import any_length
 from hiddenstore.targets.families import Parts
 from hiddenstore.targets.folder import first_line
+from hiddenstore.targets.rope import rope_boundary, rope_kind
 from schemas.capture import NormState
 from schemas.manifest import Engine, ImageEntry
 
@@ -62,30 +63,6 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int, boundary: int | None
         batches[-1].append(index)
         real += length
     return batches
-
-
-def rope_kind(config: object) -> str:
-    """The kind of rotary embedding a text config names, ``default`` when it names none."""
-    parameters = _rope_parameters(config)
-    return str(parameters.get("rope_type") or parameters.get("type") or "default")
-
-
-def rope_boundary(config: object) -> int | None:
-    """Length at which a text config's rotary embedding changes its frequencies for the whole batch, if it does.
-
-    Phi-3's ``longrope`` picks its long factors when the longest row exceeds the original context, so a long sample
-    would change the states of the short ones beside it.
-    """
-    if rope_kind(config) not in ("longrope", "dynamic"):
-        return None
-    original = _rope_parameters(config).get("original_max_position_embeddings")
-    original = original or getattr(config, "original_max_position_embeddings", None)
-    original = original or getattr(config, "max_position_embeddings", None)
-    return None if original is None else int(original)
-
-
-def _rope_parameters(config: object) -> dict[str, Any]:
-    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,14 @@ from collectors.engines import (
 )
 from collectors.engines.resources import START_ERRORS, check_version, choose_devices, major_minor, start_failure
 from collectors.engines.unit_memory import PLACE, UnitMemory
-from collectors.engines.vllm_server import CONNECTOR_MODULE, LATE_S, LayerIds, VllmServer, speculative_config
+from collectors.engines.vllm_server import (
+    CONNECTOR_MODULE,
+    LATE_S,
+    LayerIds,
+    VllmServer,
+    require_short_factors,
+    speculative_config,
+)
 from collectors.targets.load import EngineTarget
 from hiddenstore.doctor import DoctorCheck, install_command, version_of
 from hiddenstore.errors import CaptureError, ConfigError, Kind
@@ -103,6 +110,7 @@ class VllmProcess:
 
         _require_memory(vllm.__version__)
         folder = self.target.folder
+        positions = int(getattr(self.target.config, "max_position_embeddings", 0) or 0)
         settings: dict[str, Any] = {
             "max_num_batched_tokens": options.batch_tokens,
             "max_num_seqs": min(256, options.batch_tokens),
@@ -113,9 +121,13 @@ class VllmProcess:
         if options.longest:
             # One token is sampled after the longest sample, and never runs.
             settings["max_model_len"] = options.longest + 1
-            if options.longest + 1 > int(getattr(self.target.config, "max_position_embeddings", 0) or 0):
+            if options.longest + 1 > positions:
                 os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
         settings |= options.extra
+        room = settings.get("max_model_len")
+        # Of -1 and of what it does not read, vLLM makes all that the target has, or an error.
+        room = room if isinstance(room, int) and room > 0 else positions
+        require_short_factors(self.target, room, options.longest, "--engine-arg max_model_len=")
         try:
             return vllm.LLM(
                 model=folder.name,

@@ -37,6 +37,7 @@ from collectors.targets.load import EngineTarget
 from hiddenstore.errors import CaptureError, ConfigError, Kind
 from hiddenstore.files.damage import raise_refusal
 from hiddenstore.servers.http import NO_PENALTIES, HttpClient, ServerAccess
+from hiddenstore.targets.rope import rope_boundary, rope_kind
 from schemas.capture import NormState
 from schemas.layers import to_convention
 from schemas.manifest import Engine
@@ -93,7 +94,28 @@ def server_command(target: EngineTarget, layer_ids: LayerIds) -> str:
     words = ["vllm", "serve", target.folder.name, "--dtype", target.identity.dtype]
     words += ["--speculative-config", json.dumps(speculative_config(layer_ids))]
     words += ["--kv-transfer-config", json.dumps(kv_transfer_config("/dev/shm/states"))]
-    return shlex.join(words)
+    boundary = long_factors_above(target)
+    return shlex.join([*words, *(() if boundary is None else ("--max-model-len", str(boundary)))])
+
+
+def long_factors_above(target: EngineTarget) -> int | None:
+    """The ``max_model_len`` above which vLLM turns every sample by the long factors of LongRoPE; None of others."""
+    return rope_boundary(target.config) if rope_kind(target.config) == "longrope" else None
+
+
+def require_short_factors(target: EngineTarget, room: int, longest: int, setting: str) -> None:
+    """ConfigError ``rope-scaling`` where a ``max_model_len`` of ``room``, which ``setting`` sets, would give short
+    samples other states than transformers does: it takes the long factors for long ones alone."""
+    boundary = long_factors_above(target)
+    if boundary is None or room <= boundary:
+        return
+    shorter = f"hiddenstore prepare INPUT -o DATA --target T --max-tokens {boundary - 1}"
+    raise ConfigError(
+        f"with a max_model_len of {room} vLLM turns every sample by this target's long rotary factors, which are for "
+        f"samples of more than {boundary} tokens; the longest here has {longest}",
+        kind=Kind.ROPE_SCALING,
+        hint=f"{f'{setting}{boundary}' if longest < boundary else shorter}; or --engine hf",
+    )
 
 
 # token_ids int32 [T], aux [L, T, D], final [T, D], the token sampled after the last.
@@ -196,6 +218,7 @@ class VllmServer:
             if room is not None and longest >= int(room):
                 problem = f"the server takes {room} positions, and a sample has {longest} tokens and one is sampled"
                 raise ConfigError(problem, kind=Kind.SERVER_UNFIT, hint=f"start it with --max-model-len {longest + 1}")
+            require_short_factors(self.target, int(room or 0), longest, "start it with --max-model-len ")
             return str(card["id"])
         served = ", ".join(f"{card['id']} (of {card.get('root')})" for card in cards) or "nothing"
         raise ConfigError(

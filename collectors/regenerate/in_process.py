@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, islice
+from itertools import chain, count, islice
 from multiprocessing import get_context
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
@@ -33,7 +33,10 @@ from hiddenstore.targets.rendering import RENDER_ERRORS, reason_of
 from hiddenstore.threads import usable_cores
 
 GROUP_BATCHES = 32
+LOOKED_AT = 8
+"""Of so many answers at the beginning the chat template must write one as the target did."""
 _POLL_S = 0.5
+_SHOWN = 40
 
 Batch = list[tuple[Rewrite, list[int]]]
 Submit = Callable[[Sequence[Task], Beat], Iterator[tuple[str, int, Answer]]]
@@ -64,6 +67,7 @@ class _InProcess:
     options: RegenerateOptions
 
     def answer_all(self, rewrites: Iterator[Rewrite], recorded: Recorded, take: Take, beat: Beat) -> None:
+        is_faithful = False
         with self._generator() as submit:
             for group in count():
                 conversations = list(islice(rewrites, GROUP_BATCHES * self.options.batch_size))
@@ -80,8 +84,11 @@ class _InProcess:
                         if rewrite.turn == turn < len(replies[rewrite.number]):
                             take(rewrite, replies[rewrite.number][turn])
                     names = [f"turn {turn} batch {group * GROUP_BATCHES + number}" for number in range(len(batches))]
-                    for rewrite, answer in _answers(dict(zip(names, batches, strict=True)), turn, submit, beat):
-                        take(rewrite, self._reply(answer))
+                    answers = _answers(dict(zip(names, batches, strict=True)), turn, submit, beat)
+                    new = ((rewrite, self._reply(answer)) for rewrite, answer in answers)
+                    checked, is_faithful = (new, True) if is_faithful else self._with_check(new)
+                    for rewrite, reply in checked:
+                        take(rewrite, reply)
 
     def _batches(self, conversations: list[Rewrite], unanswered: Set[int], take: Take) -> list[Batch]:
         """Conversations and the prompts of their next turn, in batches; those whose prompt is too long, or that the
@@ -106,9 +113,50 @@ class _InProcess:
         lengths = [len(prompt) for _, prompt in fitting]
         return [[fitting[i] for i in batch] for batch in prompt_batches(lengths, self.options.batch_size)]
 
+    def _with_check(self, replies: Iterator[tuple[Rewrite, Reply]]) -> tuple[Iterator[tuple[Rewrite, Reply]], bool]:
+        """The same replies, and whether the chat template writes one of the first as the target did. Raises
+        ConfigError: ``template-unstable``: it writes other text in place of all of them that are whole."""
+        first, difference = [], None
+        for rewrite, reply in islice(replies, LOOKED_AT):
+            first.append((rewrite, reply))
+            change = self._change(rewrite, reply.text)
+            if change is None:
+                return chain(first, replies), True
+            # One that was cut in a thought, or is left out, need not be what the template writes.
+            if not reply.is_cut and reply.drop is None:
+                difference = difference or f"conversation {rewrite.number + 1}: {change}"
+        if difference is None:
+            return chain(first, replies), False
+        raise ConfigError(
+            f"the chat template writes other text in place of the target's answers, or refuses them, so that prepare "
+            f"would too\n{difference}",
+            kind=Kind.TEMPLATE_UNSTABLE,
+            hint="--server URL of one with a reasoning parser; or --template FILE that writes answers as they are",
+        )
+
+    def _change(self, rewrite: Rewrite, answer: str) -> str | None:
+        """What the chat template makes of an answer; None where it writes it as it is, white space left out: that is
+        the template's to change."""
+        messages = [*rewrite.done, {"role": "assistant", "content": answer}]
+        try:
+            prompt, _ = self.template.render(rewrite.so_far, prompt=True)
+            text, _ = self.template.render(replace(rewrite.so_far, messages=messages))
+        except RENDER_ERRORS as error:
+            return reason_of(error)
+        prompt, answer, text = ("".join(one.split()) for one in (prompt, answer, text))
+        words = prompt + answer
+        if answer and text.startswith(words):
+            return None
+        at = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt))
+        excerpt = slice(at, at + _SHOWN)
+        return f"{text[excerpt]!r} where the target read and wrote {words[excerpt]!r}, white space left out"
+
     def _reply(self, answer: Answer) -> Reply:
         # Special tokens too: channels, thoughts and calls are marked by them. The one that ends it is not among these.
-        text = str(self.folder.tokenizer.decode(answer.token_ids, skip_special_tokens=False))
+        # Spaces too: transformers 4.57 takes those before punctuation out where a tokenizer says so, as Llama 3's does.
+        text = self.folder.tokenizer.decode(
+            answer.token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         is_looping = repeated_share(answer.token_ids) > LOOP_SHARE
         drop = "looping" if is_looping else None if text.strip() else "empty"
         return Reply(text=text, tokens=len(answer.token_ids), is_cut=not answer.ended, drop=drop)

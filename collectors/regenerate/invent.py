@@ -134,7 +134,9 @@ def _batches(
             generate_batch(target, [prompt] * options.batch_size, sampling, f"questions {number}"),
             key=lambda pair: pair[0],
         ):
-            text = str(target.tokenizer.decode(answer.token_ids, skip_special_tokens=True)).strip()
+            text = target.tokenizer.decode(
+                answer.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ).strip()
             fault = None if answer.ended else "cut"
             fault = fault or ("looping" if repeated_share(answer.token_ids) > LOOP_SHARE else None)
             batch.append((number, text, fault or ("short" if len(text) < SHORTEST_CHARACTERS else None)))

@@ -60,9 +60,10 @@ _GROUP_ROWS = 1000
 def regenerate(options: RegenerateOptions, stopping: Callable[[], bool] = lambda: False) -> RegenerateReport:
     """Rewrite the answers and write rows of ``messages``, in input order, all of it or nothing. Raises ConflictError:
     ``output-exists``, ``answers-running`` or ``answers-differ``; ConfigError: ``nothing-usable``: no conversation has
-    an answer to rewrite; or an option is out of range; StorageError: ``server-unreachable`` or ``server-failing``; what
-    was answered is kept; CaptureError: ``nothing-answered``: every conversation was left out; InterruptError:
-    ``interrupted``; what was answered is kept."""
+    an answer to rewrite; ``template-unstable``: the chat template writes the first answers as other text; or an option
+    is out of range; StorageError: ``server-unreachable`` or ``server-failing``; what was answered is kept;
+    CaptureError: ``nothing-answered``: every conversation was left out; InterruptError: ``interrupted``; what was
+    answered is kept."""
     out = require_local(options.out, "a file of answers")
     require_possible(options)
     refuse_existing(out, options.rows_per_file)

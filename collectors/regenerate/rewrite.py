@@ -15,8 +15,8 @@ from hiddenstore.conversation.messages import CUT, FINISH_REASON, WEIGHT, Messag
 class Reply:
     """What became of one answer.
 
-    ``tokens`` were generated (0: the server did not say); ``is_cut``: a limit or the server ended them. ``drop`` is the
-    reason why its conversation is left out, ``detail`` the words of whoever refused.
+    ``tokens`` were generated (0: the server did not say); ``is_cut``: a limit, a stop string or the server ended them.
+    ``drop`` is the reason why its conversation is left out, ``detail`` the words of whoever refused.
     """
 
     text: str = ""

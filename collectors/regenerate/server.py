@@ -29,10 +29,9 @@ _POLL_S = 0.2
 _WRONG_ACCESS = frozenset({401, 403, 404, 405})
 _MOST_TOKENS = 1 << 31
 # Why an answer ended that is whole, or dropped for its filter; in the words of OpenAI's servers and of Hugging Face's.
-_ENDED = (
-    *(None, "", "stop", "tool_calls", "function_call", "content_filter"),
-    *("eos", "eos_token", "end_turn", "stop_sequence"),
-)
+_ENDED = (None, "", "stop", "tool_calls", "function_call", "content_filter", "eos", "eos_token", "end_turn")
+# Where vLLM and SGLang say what ended it: the id of a token of the target's own, or the text of a stop string.
+_STOPPED_BY = ("stop_reason", "matched_stop")
 
 
 class UnansweredError(Exception):
@@ -123,7 +122,8 @@ def _read_reply(document: Any) -> Reply:
         drop = "empty"
     elif repeated_share(words) > LOOP_SHARE:
         drop = "looping"
-    reply = Reply(text, reasoning, calls, tokens, finish not in _ENDED, drop)
+    is_cut = finish not in _ENDED or any(isinstance(choice.get(name), str) for name in _STOPPED_BY)
+    reply = Reply(text, reasoning, calls, tokens, is_cut, drop)
     # A lone surrogate cannot be written; it must fail here, as this answer's error.
     json.dumps(reply.document(), ensure_ascii=False).encode()
     return reply

@@ -20,7 +20,8 @@ from collectors.conversations.datasets import find_dataset
 from collectors.conversations.mix import Mix, MixedSource, open_inputs
 from collectors.targets.images import open_images
 from collectors.tokenize.batches import FACTS, SampleBatch, SampleRules, batches_of, ordered_batches
-from collectors.tokenize.template import NOT_STABLE, ChatTemplate, RewrittenError, read_template
+from collectors.tokenize.template import NOT_STABLE, ChatTemplate, read_template
+from collectors.tokenize.turns import RewrittenError
 from collectors.tokenize.write import Tally, data_files, new_data, refuse_existing_data, write_document
 from hiddenstore.console.output import output
 from hiddenstore.console.progress import Progress

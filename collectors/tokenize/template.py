@@ -3,17 +3,18 @@
 A turn is a range of the rendered text and of its tokens. The ids are those of ``tokenizer.apply_chat_template``: the
 template writes BOS itself, the tokenizer adds none. What the target itself writes is found by the ``{% generation %}``
 tags of the template, or by comparing the whole text with that of the first messages alone, which must be a prefix of
-it; a template that strips old thoughts has none.
+it (turns.py); a template that strips old thoughts has none.
 
 Shapes: T tokens of one conversation, n turns. Text ranges [start, end) count characters, token spans tokens.
 """
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import chain, zip_longest
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,205 +26,34 @@ from collectors.tokenize.thoughts import (
     is_reasoning_lost,
     read_length,
     reasoning_ranges,
-    shared_length,
     stated_reasoning_ranges,
 )
+from collectors.tokenize.turns import (
+    Prefixes,
+    Range,
+    RewrittenError,
+    Spans,
+    answer_length,
+    find_turns,
+    spans_by_encoding,
+    spans_by_offset,
+    token_spans,
+)
 from hiddenstore.conversation import Conversation, Problem
-from hiddenstore.conversation.messages import REASONING, Message, with_known_reasoning
+from hiddenstore.conversation.messages import (
+    REASONING,
+    Message,
+    has_open_seam,
+    with_known_reasoning,
+    without_seam,
+)
 from hiddenstore.errors import ConfigError, Kind, NotFoundError, StorageError
 from hiddenstore.targets.identity import chat_template_sha256, tokenizer_sha256
 from hiddenstore.targets.rendering import RENDER_ERRORS, date_of, dated, limited_rendering, reason_of, template_of
-from schemas.manifest import ROLES, ImageEntry
+from schemas.manifest import ImageEntry
 from schemas.prepared import LossOn, MaskFrom
 
-Range = tuple[int, int]
-ASSISTANT = ROLES.index("assistant")
-_SHOWN = 24
-_TAGS = r"(?:\s|<[^<>]*>)*"
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A range of the text: ``role`` indexes ``ROLES``; an assistant turn is exactly what the target writes."""
-
-    role: int
-    start: int
-    end: int
-
-
-class RewrittenError(Exception):
-    """The template renders earlier messages otherwise once later ones follow."""
-
-
-class Prefixes:
-    """Renderings of the first messages of a conversation beside its whole text; ``render`` takes messages and whether
-    to prompt, and gives None where refused; ``length`` says how much of a text that the template ended is the target's
-    (`answer_length`)."""
-
-    def __init__(
-        self,
-        text: str,
-        messages: Sequence[Message],
-        render: Callable[[Sequence[Message], bool], str | None],
-        length: Callable[[str], int],
-    ) -> None:
-        self.text = text
-        self.messages = messages
-        self._render, self._length = render, length
-        self._ends: dict[int, int | None] = {0: 0, len(messages): len(text)}
-
-    def end(self, count: int) -> int | None:
-        """Where the first ``count`` messages end, None when the template does not reveal it."""
-        if count not in self._ends:
-            prefix = self._render(self.messages[:count], False)
-            # The end of a whole text, as Phi-3.5's template writes one, is in no longer one.
-            heads = [] if prefix is None else [prefix, prefix[: self._length(prefix)]]
-            self._ends[count] = next((len(head) for head in heads if self.text.startswith(head)), None)
-        return self._ends[count]
-
-    def message(self, index: int) -> str:
-        """The text of message ``index``, with what stands before or behind it where its bounds are not revealed."""
-        return self.text[self.end(index) or 0 : self.end(index + 1)]
-
-    def answer(self, index: int) -> Range:
-        """What the target writes of message ``index``: after the generation prompt, up to its end-of-turn token. Raises
-        RewrittenError: the rendering of the messages before it, or up to it, is no prefix of the whole text."""
-        prompt = self.prompt(index)
-        end = self.end(index + 1)
-        if prompt is None and not index:
-            raise RewrittenError("where message 1 begins is not revealed: no header of an answer stands before it")
-        if prompt is None or not self.text.startswith(prompt):
-            raise RewrittenError(self._difference(f"the prompt of message {index + 1}", prompt))
-        if end is None:
-            alone = self._render(self.messages[: index + 1], False)
-            raise RewrittenError(self._difference(f"message {index + 1}", alone))
-        written = self.text[len(prompt) : end]
-        return len(prompt), len(prompt) + self._length(written)
-
-    def prompt(self, index: int) -> str | None:
-        """What the target has read before it writes message ``index``, None where the template refuses or does not
-        reveal it. Where the template writes no prompt, before the first message or as GigaChat 3's behind an answer, it
-        reaches to the end of the header that stands there all the same."""
-        if not index:
-            at = self.text.find(self._header, 0, self.end(1)) if self._header else -1
-            return None if at < 0 else self.text[: at + len(self._header)]
-        prompt = self._render(self.messages[:index], True)
-        if prompt is None or prompt != self.text[: self.end(index) or 0] or not self._header:
-            return prompt
-        # Hy3's ends an answer before the header of the next one, and not where it is the last.
-        end = self.end(index + 1) or len(self.text)
-        header = re.compile(_TAGS + re.escape(self._header)).match(self.text, len(prompt), end)
-        return prompt if header is None else self.text[: header.end()]
-
-    @cached_property
-    def _header(self) -> str:
-        """What stands between a question and its answer; empty where that is white space or not revealed."""
-        question = [{"role": "user", "content": "What is two and two?"}]
-        alone, prompted = self._render(question, False), self._render(question, True)
-        if alone is None or prompted is None or not prompted.startswith(alone):
-            return ""
-        header = prompted[len(alone) :]
-        return header if header.strip() else ""
-
-    def _difference(self, title: str, alone: str | None) -> str:
-        if alone is None:
-            return f"the template refuses to render {title} alone"
-        at = shared_length(alone, self.text)
-        alone, expected = alone[at : at + _SHOWN], self.text[at : at + _SHOWN]
-        return f"{title} alone renders {alone!r} where the whole conversation has {expected!r}"
-
-
-def answer_length(written: str, end_tokens: Sequence[str], own_ends: Sequence[str] = ()) -> int:
-    """The length of what the target writes of a text that the template has ended: white space behind the end-of-turn
-    token is the template's, and so is a second end, of the whole text, behind that of the turn. Where the target ends
-    with one of ``own_ends``, another token right before it is its own: ``<|END_RESPONSE|>`` of Command A."""
-    answer = written.rstrip()
-    token = next((token for token in end_tokens if answer.endswith(token)), None)
-    if token is None:
-        return len(written)
-    before = answer.removesuffix(token)
-    ends = own_ends if token in own_ends and before == before.rstrip() else end_tokens
-    before = before.rstrip()
-    return len(before) if before.endswith(tuple(ends)) else len(answer)
-
-
-def find_turns(prefixes: Prefixes, answers: dict[int, Range]) -> list[Turn]:
-    """The turns in order, disjoint, from the ranges of the assistant messages and the ends of the others.
-
-    Messages whose boundary the template does not reveal share a turn, with the role of the last of them. What lies
-    between turns (headers of answers, white space after them) belongs to the template.
-    """
-    turns: list[Turn] = []
-    cursor, open_role = 0, None
-    for index, message in enumerate(prefixes.messages):
-        role = ROLES.index(message["role"])
-        end = prefixes.end(index + 1)
-        if role == ASSISTANT:
-            answer = answers.get(index)
-            if open_role is not None and answer is not None and answer[0] > cursor:
-                turns.append(Turn(open_role, cursor, answer[0]))
-            if answer is not None:
-                turns.append(Turn(role, *answer))
-            open_role, cursor = None, end if end is not None else answer[1] if answer is not None else cursor
-        elif end is None or end < cursor:
-            open_role = role
-        else:
-            if end > cursor:
-                turns.append(Turn(role, cursor, end))
-            open_role, cursor = None, end
-    if open_role is not None and cursor < len(prefixes.text):
-        turns.append(Turn(open_role, cursor, len(prefixes.text)))
-    return turns
-
-
-Spans = Callable[[int, int], Range]
-"""Which tokens overlap characters [start, end) of a text, as [first, last + 1)."""
-
-
-def spans_by_offset(offsets: Sequence[Range]) -> Spans:
-    """From the character range of each token, as fast tokenizers give it.
-
-    This is what ``return_assistant_tokens_mask`` of transformers marks, save that there a character made of several
-    tokens loses all but the first at the end of a range.
-    """
-    starts, ends = np.maximum.accumulate(np.asarray(offsets, dtype=np.int64).reshape(-1, 2)).T
-
-    def span(start: int, end: int) -> Range:
-        first = int(np.searchsorted(ends, start, side="right"))
-        return first, max(first, int(np.searchsorted(starts, end, side="left")))
-
-    return span
-
-
-def spans_by_encoding(text: str, ids: Sequence[int], encode: Callable[[str], Sequence[int]]) -> Spans:
-    """The same for a tokenizer without offsets, by encoding the text up to a character and comparing ids."""
-
-    def common(at: int) -> tuple[int, bool]:
-        """How many ids the text up to character ``at`` shares with all of it, and whether it has more."""
-        prefix = encode(text[:at])
-        shortest = min(len(prefix), len(ids))
-        shared = next((i for i in range(shortest) if prefix[i] != ids[i]), shortest)
-        return shared, shared < len(prefix)
-
-    def span(start: int, end: int) -> Range:
-        first, _ = common(start)
-        last, is_cut = common(end)
-        return first, max(first, min(len(ids), last + is_cut))
-
-    return span
-
-
-def token_spans(turns: Sequence[Turn], spans_of: Spans) -> np.ndarray:
-    """int32 [n, 3] of (role, start, end), disjoint: a token two turns share belongs to the assistant's."""
-    ranges = [(turn.role, *spans_of(turn.start, turn.end)) for turn in turns]
-    spans: list[tuple[int, int, int]] = []
-    for (role, first, last), following in zip_longest(ranges, ranges[1:]):
-        start = max(first, spans[-1][2] if spans else 0)
-        stop = min(last, following[1]) if following and role != ASSISTANT else last
-        if stop > start:
-            spans.append((role, start, stop))
-    return np.asarray(spans, dtype=np.int32).reshape(-1, 3)
-
+_THOUGHT, _WORDS = "A-thought-of-two", "Words-of-four"
 
 NOT_STABLE = "not-prefix-stable"
 NOTHING_SUPERVISED = "nothing-supervised"
@@ -315,6 +145,7 @@ class ChatTemplate:
         self.date = next((date for date in map(date_of, texts) if date is not None), None)
         self.is_tagged = bool(_GENERATION_TAG.search(self.text_for(None)))
         self._special = dict(tokenizer.special_tokens_map)
+        self._seams: dict[str, tuple[str, str]] = {}
         decoder = tokenizer.added_tokens_decoder
         added = [token.content for token in decoder.values() if token.special]
         self._own_ends = tuple(decoder[one].content for one in end_ids if one in decoder and decoder[one].content)
@@ -355,6 +186,8 @@ class ChatTemplate:
             **{**self._special, **conversation.template_kwargs},
         )
         messages = with_known_reasoning(conversation.messages[:count], template)
+        if has_open_seam(messages):
+            messages = without_seam(messages, *self._seam(conversation.template_kwargs))
         with limited_rendering(conversation.location):
             try:
                 texts, ranges = render(conversations=[messages])
@@ -364,6 +197,22 @@ class ChatTemplate:
                     raise
                 texts, ranges = render(conversations=[texted])
         return texts[0], [tuple(pair) for pair in ranges[0]] if ranges else []
+
+    def _seam(self, kwargs: Mapping[str, Any]) -> tuple[str, str]:
+        """White space that the template writes between a thought and what closes it, and between that and the words;
+        none of a template that writes no thoughts."""
+        key = json.dumps(kwargs, sort_keys=True, ensure_ascii=False)
+        if key not in self._seams:
+            answer = {"role": "assistant", "content": _WORDS, "reasoning_content": _THOUGHT}
+            probe = Conversation("probe", [{"role": "user", "content": "?"}, answer], template_kwargs=kwargs)
+            text = ""
+            with suppress(*RENDER_ERRORS):
+                text, _ = self.render(probe)
+            seam, words, _ = text.partition(_THOUGHT)[2].partition(_WORDS)
+            tag = seam.strip() if words else ""
+            before, after = seam.split(tag, 1) if tag else ("", "")
+            self._seams[key] = before, after
+        return self._seams[key]
 
     def prompt_ids(self, conversation: Conversation) -> list[int]:
         """Token ids up to where the next answer begins. Raises as rendering does: one of ``RENDER_ERRORS``."""

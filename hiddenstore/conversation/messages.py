@@ -76,6 +76,30 @@ def _names_read(template: str) -> tuple[str, ...]:
     return tuple(name for name in REASONING if re.search(rf"""[.'"]{name}\b""", template))
 
 
+def has_open_seam(messages: Sequence[Message]) -> bool:
+    """Whether white space stands between the thoughts and the words of an answer, on either side of the seam."""
+    return any(
+        message.get(name) and (message[name][-1].isspace() or str(message.get("content") or "")[:1].isspace())
+        for message in messages
+        for name in REASONING
+    )
+
+
+def without_seam(messages: Sequence[Message], before: str, after: str) -> list[Message]:
+    """Messages whose thoughts do not end with ``before``, nor their words begin with ``after``: the white space that
+    the template itself writes on the two sides of ``</think>``. Parsers of vLLM leave it in (those of MiniMax-M2,
+    Step-3.5 and Nemotron 3 at the words), so that it would stand there twice."""
+    closed = []
+    for message in messages:
+        thoughts = {
+            name: message[name].removesuffix(before) or message[name] for name in REASONING if message.get(name)
+        }
+        if thoughts and isinstance(content := message.get("content"), str):
+            message = {**message, **thoughts, "content": content.removeprefix(after)}
+        closed.append(message)
+    return closed
+
+
 def json_value(text: str, reason: str, title: str = "the row") -> Any:
     """What a text of JSON holds; UnusableError with ``reason`` where it is none."""
     try:

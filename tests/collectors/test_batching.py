@@ -5,7 +5,8 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectors.engines.hf import MIN_FILL, plan_batches, rope_boundary
+from collectors.engines.hf import MIN_FILL, plan_batches
+from hiddenstore.targets.rope import rope_boundary
 
 lengths_of_units = st.lists(st.integers(1, 3000), min_size=0, max_size=60)
 

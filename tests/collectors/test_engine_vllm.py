@@ -25,6 +25,7 @@ from collectors.engines.vllm_server import (
     StateFile,
     VllmServer,
     kv_transfer_config,
+    server_command,
     speculative_config,
 )
 from collectors.targets.load import EngineTarget, LoadedTarget, load_target
@@ -316,6 +317,59 @@ def test_a_vllm_whose_connector_is_another_is_refused_with_the_server_as_the_way
         _require_memory("0.31.2")
     assert caught.value.kind == "engine-start"
     assert "--server URL" in str(caught.value.hint)
+
+
+@pytest.fixture
+def long_rope(target: EngineTarget) -> EngineTarget:
+    """The target with other rotary frequencies for samples of more than 64 tokens, as Phi-3 has them above 4096."""
+    config = copy.copy(target.config)
+    config.rope_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+    return EngineTarget(replace(target.folder, config=config), None)
+
+
+@pytest.mark.parametrize(
+    ("longest", "given", "fix"),
+    [
+        (63, {}, None),
+        (64, {}, "--max-tokens 63"),
+        (150, {}, "--max-tokens 63"),
+        (40, {"max_model_len": 256}, "--engine-arg max_model_len=64"),
+        (40, {"max_model_len": -1}, "--engine-arg max_model_len=64"),
+        (40, {"max_model_len": 64}, None),
+    ],
+)
+def test_vllm_is_not_started_where_it_would_turn_short_samples_by_the_factors_of_long_ones(
+    longest: int, given: dict[str, int], fix: str | None, long_rope: EngineTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, object] = {}
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0", LLM=told.update))
+    platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    engine = object.__new__(VllmProcess)
+    engine.target, engine._layer_ids = long_rope, LayerIds.of(AUX, LAYERS)
+    options = EngineOptions(AUX, 64, longest=longest, extra=given)
+    if fix is None:
+        engine._start(options)
+        assert told["max_model_len"] <= 64  # type: ignore[operator]
+        return
+    with pytest.raises(ConfigError, match="samples of more than 64 tokens") as caught:
+        engine._start(options)
+    assert (caught.value.kind, told) == ("rope-scaling", {})
+    assert fix in str(caught.value.hint)
+    assert "--engine hf" in str(caught.value.hint)
+
+
+def test_a_server_that_would_turn_short_samples_by_the_factors_of_long_ones_is_refused(
+    long_rope: EngineTarget, double: VllmDouble, options: EngineOptions
+) -> None:
+    for longest, fix in ((40, "--max-model-len 64"), (64, "--max-tokens 63")):
+        with pytest.raises(ConfigError, match="max_model_len of 256") as caught:
+            VllmServer(long_rope, replace(options, longest=longest))
+        assert caught.value.kind == "rope-scaling"
+        assert fix in str(caught.value.hint)
+    assert server_command(long_rope, LayerIds.of(AUX, LAYERS)).endswith(" --max-model-len 64")
+    double.room = 64
+    VllmServer(long_rope, replace(options, longest=63)).close()
 
 
 @pytest.mark.parametrize("name", FIXED_ARGUMENTS)

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from transformers import AutoTokenizer
 
 from collectors.demo import TARGET_DIR
 from collectors.regenerate import invent as module
+from collectors.regenerate.generate import Answer
 from collectors.regenerate.invent import invent, questions_file
 from collectors.regenerate.options import RegenerateOptions
 from hiddenstore.cli import main
 from hiddenstore.errors import CaptureError, ConfigError, ConflictError, CorruptionError, InterruptError
-from tests.collectors.tiny import save_target
+from tests.collectors.tiny import save_target, tidies_up
 
 
 @pytest.fixture
@@ -87,6 +89,18 @@ def test_a_system_message_opens_every_question(options: RegenerateOptions) -> No
     invent(replace(options, system="be brief"), 3)
     row = json.loads(questions_file(options.out).read_text().splitlines()[0])
     assert row["messages"][0] == {"role": "system", "content": "be brief"}
+
+
+def test_a_question_keeps_the_spaces_before_its_punctuation(
+    options: RegenerateOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(TARGET_DIR, tmp_path / "target"))
+    tidies_up(folder)
+    said = "Who said x = [1 , 2] . Why ?"
+    ids = AutoTokenizer.from_pretrained(folder)(said, add_special_tokens=False)["input_ids"]
+    monkeypatch.setattr(module, "generate_batch", lambda *_: [(0, Answer(ids, True))])
+    invent(replace(options, target=str(folder)), 1)
+    assert questions(options) == [said]
 
 
 def test_a_target_that_asks_nothing_is_an_error_with_the_reasons(

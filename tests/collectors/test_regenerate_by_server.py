@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from collectors.conversations.mix import open_sources
 from collectors.regenerate.answers import AnswersFolder
 from collectors.regenerate.job import regenerate
 from collectors.regenerate.options import RegenerateOptions, RegenerateReport, answer_settings
-from collectors.regenerate.server import ChatServer, UnansweredError, _read_reply
+from collectors.regenerate.rewrite import Reply
+from collectors.regenerate.server import ChatServer, UnansweredError, _read_reply, _read_text
 from hiddenstore.cli import main
 from hiddenstore.conversation import Conversation, parse_row
 from hiddenstore.errors import CaptureError, ConfigError, ConflictError, StorageError
@@ -570,3 +572,22 @@ def test_a9_a_run_whose_every_answer_is_left_out_is_an_error(tmp_path: Path, dou
 def test_what_a_server_calls_the_end_of_an_answer_is_no_cut(reason: str, is_cut: bool) -> None:
     choice = {"message": {"content": "so it is"}, "finish_reason": reason}
     assert _read_reply({"choices": [choice]}).is_cut is is_cut
+
+
+@pytest.mark.parametrize("read", [_read_reply, _read_text])
+@pytest.mark.parametrize(
+    ("said", "is_cut"),
+    [
+        ({"finish_reason": "stop", "stop_reason": "\nUser:"}, True),
+        ({"finish_reason": "stop", "matched_stop": "\nUser:"}, True),
+        ({"finish_reason": "stop_sequence"}, True),
+        ({"finish_reason": "stop", "stop_reason": 128009}, False),
+        ({"finish_reason": "stop", "matched_stop": 128009}, False),
+        ({"finish_reason": "stop", "stop_reason": None}, False),
+    ],
+)
+def test_a_stop_string_is_no_end_that_the_target_wrote(
+    read: Callable[[Any], Reply], said: dict[str, Any], is_cut: bool
+) -> None:
+    choice = {"message": {"content": "so it is"}, "text": "so it is", **said}
+    assert read({"choices": [choice]}).is_cut is is_cut

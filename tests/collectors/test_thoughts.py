@@ -2,24 +2,12 @@
 
 import numpy as np
 import pytest
-from tiny_templates import CHATML, CHATML_TAGGED, chat, tiny_tokenizer
+from tiny_templates import CHATML, CHATML_TAGGED, HARMONY, MARKS, chat, tiny_tokenizer
 
 from collectors.tokenize.template import ChatTemplate, Tokenised
 from collectors.tokenize.thoughts import reasoning_ranges, stated_reasoning_ranges
 from hiddenstore.conversation import Conversation
 from hiddenstore.conversation.messages import Message, with_known_reasoning
-
-HARMONY = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}"
-    "{% if m.thinking and loop.last %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>"
-    "{% endif %}"
-    "<|start|>assistant<|channel|>final<|message|>{{ m['content'] }}"
-    "{% if loop.last and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}"
-    "{% else %}<|start|>{{ m['role'] }}<|message|>{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-)
-"""gpt-oss's, without its system message and its tools."""
-MARKS = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"]
 
 
 def test_the_analysis_channel_of_harmony_is_thoughts() -> None:
@@ -117,6 +105,49 @@ def test_reasoning_stays_as_it_is_where_the_template_reads_it_or_none() -> None:
     both = READS.replace("NAME", "reasoning") + READS.replace("NAME", "thinking")
     for template in (both, READS.replace("NAME", "thinking"), CHATML, "{% if enable_thinking %}{% endif %}thinking"):
         assert with_known_reasoning(messages, template) == messages
+
+
+SEAM = CHATML.replace(
+    "{{ m['content'] }}", "{% if m.reasoning %}<think>\n{{ m.reasoning }}\n</think>\n\n{% endif %}{{ m['content'] }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "thought", "words", "supervised"),
+    [
+        (SEAM, "So.", "Four.", "<think>\nSo.\n</think>\n\nFour."),
+        (SEAM, "So.", "\n\nFour.", "<think>\nSo.\n</think>\n\nFour."),
+        (SEAM, "So.\n", "\n\nFour.", "<think>\nSo.\n</think>\n\nFour."),
+        (SEAM, "So.\n", "Four.", "<think>\nSo.\n</think>\n\nFour."),
+        (SEAM, "So.\n\n", "\n\n\tFour.", "<think>\nSo.\n\n</think>\n\n\tFour."),
+        (SEAM, "So.", "    four()", "<think>\nSo.\n</think>\n\n    four()"),
+        (READS.replace("NAME", "reasoning"), "So.\n", "\n\nFour.", "<think>So.\n</think>\n\nFour."),
+        (CHATML, "So.\n", "\n\nFour.", "\n\nFour."),
+    ],
+)
+def test_white_space_that_a_parser_left_beside_the_end_of_a_thought_is_not_written_twice(
+    template: str, thought: str, words: str, supervised: str
+) -> None:
+    """The second pair is what vLLM 0.32 makes of ``So.\\n</think>\\n\\nFour.`` by its parser ``minimax_m2``."""
+    chosen = ChatTemplate(tiny_tokenizer(template))
+    asked, said = chat("two?", words)
+    for cut, end in ((frozenset[int](), "<|im_end|>"), (frozenset({1}), "")):
+        conversation = Conversation("f:1", [asked, said | {"reasoning_content": thought}], cut=cut)
+        (sample,) = chosen.tokenise([conversation])
+        assert isinstance(sample, Tokenised), sample
+        assert chosen.tokenizer.decode(sample.input_ids[sample.loss_mask == 1]) == f"{supervised}{end}"
+
+
+def test_what_stands_beside_a_thought_follows_what_the_row_gives_its_template() -> None:
+    only_then = SEAM.replace("m.reasoning %}", "m.reasoning and enable_thinking %}")
+    chosen = ChatTemplate(tiny_tokenizer(only_then))
+    asked, said = chat("two?", "\n\nFour.")
+    for is_on, supervised in ((True, "<think>\nSo.\n</think>\n\nFour."), (False, "\n\nFour.")):
+        kwargs = {"enable_thinking": is_on}
+        conversation = Conversation("f:1", [asked, said | {"reasoning": "So."}], template_kwargs=kwargs)
+        (sample,) = chosen.tokenise([conversation])
+        assert isinstance(sample, Tokenised), sample
+        assert chosen.tokenizer.decode(sample.input_ids[sample.loss_mask == 1]) == f"{supervised}<|im_end|>"
 
 
 AT_FOUR = [{"function": {"arguments": {"at": "4."}}}]

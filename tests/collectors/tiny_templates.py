@@ -80,6 +80,19 @@ def _trained() -> str:
     return tokenizer.to_str()
 
 
+HARMONY = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}"
+    "{% if m.thinking and loop.last %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>"
+    "{% endif %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m['content'] }}"
+    "{% if loop.last and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}"
+    "{% else %}<|start|>{{ m['role'] }}<|message|>{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+"""gpt-oss's, without its system message and its tools."""
+MARKS = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"]
+
+
 def tiny_tokenizer(template: str | None = CHATML_TAGGED) -> Any:
     """A tokenizer of 400 tokens with every byte in its alphabet."""
     tokenizer = PreTrainedTokenizerFast(

@@ -19,9 +19,9 @@ Damage = Callable[[torch.Tensor, list[int]], tuple[torch.Tensor, list[int]]]
 
 
 class VllmDouble:
-    """``ids`` are vLLM's; ``refusals`` are HTTP codes answered before the first good answer; ``keys`` are
-    those that were sent; ``penalty`` is the repetition penalty of the model's ``generation_config.json``, which holds
-    where a request names none."""
+    """``ids`` are vLLM's; ``refusals`` are HTTP codes answered before the first good answer; ``room`` is its
+    ``max_model_len``; ``keys`` are those that were sent; ``penalty`` is the repetition penalty of the model's
+    ``generation_config.json``, which holds where a request names none."""
 
     def __init__(self, model: Any, tokenizer: Any, name: str, folder: Path, ids: list[int]) -> None:
         self.model, self.tokenizer, self.name, self.folder, self.ids = model, tokenizer, name, folder, ids
@@ -31,13 +31,14 @@ class VllmDouble:
         self.most_files = 0
         self.delay_s = 0.0
         self.penalty = 1.0
+        self.room = 256
         self._count = 0
         self._guard = threading.Lock()
         double = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                card = {"id": double.name, "root": double.name, "max_model_len": 256}
+                card = {"id": double.name, "root": double.name, "max_model_len": double.room}
                 self._send({"version": "0.32.0"} if self.path == "/version" else {"data": [card]})
 
             def do_POST(self) -> None:

@@ -111,6 +111,20 @@ def test_sglang_takes_a_small_model_and_a_tree_whose_size_is_said() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "is_said"), [((), True), (("--max-model-len", "8192"), True), (("--max-model-len=4096",), False)]
+)
+def test_vllm_says_that_it_turns_every_text_by_the_long_factors_of_longrope(
+    flags: tuple[str, ...], is_said: bool, tmp_path: Path
+) -> None:
+    """``phi3_long_rope_scaled_rope.py`` of 0.32 chooses by ``max_model_len`` and not by a text's length."""
+    for number, form in enumerate(("rope_parameters", "rope_scaling")):
+        rope = {form: {"rope_type": "longrope"}, "original_max_position_embeddings": 4096}
+        local = published(tmp_path / str(number), **rope)
+        notes = planned("vllm", drafter="maker/drafter", method="eagle3", target=local, flags=flags).notes
+        assert ["--max-model-len 4096" in note for note in notes] == [True] * is_said
+
+
+@pytest.mark.parametrize(
     ("target", "blind"),
     [("LlamaForCausalLM", []), ("Qwen2ForCausalLM", ["DFLASH"]), ("GraniteForCausalLM", ["EAGLE3", "DFLASH"])],
 )

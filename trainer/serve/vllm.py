@@ -6,12 +6,15 @@ dflash, medusa, draft_model, ngram and suffix of 0.32.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from hiddenstore.targets.rope import rope_boundary, rope_kind
 from trainer.config import Section
+from trainer.serve.drafter import text_config
 from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, checked_settings, flag_value, port_of
 
 VERSION = "0.32.0"
@@ -105,8 +108,21 @@ def plan(request: ServeRequest) -> ServePlan:
         command=("vllm", "serve", request.target, *speculation, *request.flags),
         served_as=served_as,
         port=port_of(request.flags, VLLM.port),
-        notes=(_SUFFIX,) if request.method == "suffix" else (),
+        notes=tuple(_notes(request)),
     )
+
+
+def _notes(request: ServeRequest) -> Iterator[str]:
+    if request.method == "suffix":
+        yield _SUFFIX
+    config = SimpleNamespace(**(text_config(request.target) or {}))
+    boundary = rope_boundary(config) if rope_kind(config) == "longrope" else None
+    room = flag_value(request.flags, "--max-model-len", "--max_model_len")
+    if boundary is not None and not (room and room.isdecimal() and int(room) <= boundary):
+        yield (
+            f"vLLM turns every text by this target's long rotary factors, which a drafter has met in texts of more "
+            f"than {boundary} tokens alone; -- --max-model-len {boundary} where no text is longer"
+        )
 
 
 VLLM = ServingEngine(
