@@ -15,6 +15,7 @@ from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPES, get_recipe, reci
 from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.fs import is_address
 from hiddenstore.process import Rank
+from hiddenstore.settings import parse
 from hiddenstore.targets.blocks import require_rebuildable
 from hiddenstore.targets.folder import TargetFolder
 from hiddenstore.targets.identity import tokenizer_differences
@@ -119,8 +120,8 @@ def read_engine_args(pairs: Sequence[str]) -> dict[str, Any]:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         try:
-            settings[name.strip().replace("-", "_")] = yaml.safe_load(value)
-        except (yaml.YAMLError, ValueError, RecursionError):
+            settings[name.strip().replace("-", "_")] = parse(value, plain=True)
+        except yaml.YAMLError:
             equals = ""
         if not equals or not name.strip():
             raise ConfigError(
