@@ -84,6 +84,16 @@ def engine_flags(words: Iterable[str]) -> tuple[str, ...]:
     return tuple(flags)
 
 
+def flag_value(flags: Sequence[str], *names: str) -> str | None:
+    """The value of ``--name value`` or ``--name=value`` among ``flags``; the last one counts."""
+    value = None
+    for i, flag in enumerate(flags):
+        name, equals, text = flag.partition("=")
+        if name in names:
+            value = text if equals else (flags[i + 1] if i + 1 < len(flags) else None)
+    return value
+
+
 # Some compile their model first: a minute on cores of their own, a quarter of an hour on a share of one.
 START_S = 1800
 _POLL_S = 0.5

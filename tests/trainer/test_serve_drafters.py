@@ -136,6 +136,46 @@ def test_a_target_s_own_code_and_a_merged_adapter_are_told_from_another_target(t
     assert target_differences({**merged, "num_layers": 9}, target, TARGET_CONFIG)
 
 
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ("vllm", {"flags": ("--trust-remote-code",)}),
+        ("sglang", {"flags": ("--trust-remote-code",)}),
+        ("trtllm", {"flags": ("--trust_remote_code",)}),
+        ("trtllm", {"settings": ("trust_remote_code=true",)}),
+    ],
+)
+def test_an_engine_that_may_run_the_target_s_own_python_is_given_no_drafter_that_brings_some(
+    exports: dict[str, str], tmp_path: Path, engine: str, words: dict[str, Any], file: str
+) -> None:
+    words = {"target": exports["target"], "drafter": str(tmp_path / "drafter"), **words}
+    config = {"architectures": ["LlamaForCausalLMEagle3"]}
+    folder = Path(published(tmp_path / "drafter", **config))
+    assert planned(engine, **words).command
+    document = {**(config if file == "config.json" else {}), "auto_map": {"AutoConfig": "evil.Config"}}
+    (folder / file).write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match=f"auto_map of .*{file} names some") as raised:
+        planned(engine, **words)
+    assert raised.value.kind == "code-unpinned"
+    assert planned(engine, **{**words, "flags": (), "settings": ()}).command
+    with pytest.raises(ConfigError, match="is no folder here to look into") as raised:
+        planned(engine, **{**words, "drafter": "maker/drafter", "method": "eagle3"})
+    assert raised.value.hint == "hf download maker/drafter --local-dir DRAFTER, then DRAFTER in its place"
+
+
+def test_an_engine_runs_a_target_s_own_python_of_a_folder_or_of_a_commit(exports: dict[str, str]) -> None:
+    def command(target: str, *flags: str) -> tuple[str, ...]:
+        return planned("vllm", method="ngram", target=target, flags=("--trust-remote-code", *flags)).command
+
+    assert command(exports["target"])
+    assert command("maker/target", f"--revision={'a1' * 20}")
+    for flags in ((), ("--revision", "main")):
+        with pytest.raises(ConfigError, match="may be other code tomorrow") as raised:
+            command("maker/target", *flags)
+        assert raised.value.kind == "code-unpinned"
+
+
 def test_longer_drafts_than_trained_are_served_with_a_warning(exports: dict[str, str]) -> None:
     resolved, _ = asked("vllm", drafter=exports["eagle3 for vllm"], draft_len=9)
     assert resolved.request.draft_len == 9

@@ -25,6 +25,7 @@ from trainer.formats import gguf
 from trainer.formats.base import ABOUT_FILE, LAYER_IDS, Reads
 from trainer.serve.plan import ServingEngine
 
+_MAY_NAME_CODE = (CONFIG_FILE, "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 EXPORT_AGAIN = "hiddenstore export RUN --engine vllm|sglang|trtllm|llamacpp -o DIR"
 
 
@@ -167,6 +168,21 @@ def _check_published(drafter: ServedDrafter, engine: ServingEngine) -> None:
     if refused is not None:
         problem = f"{engine.title} does not serve {drafter.path}: {refused.reason}"
         raise ConfigError(problem, kind=Kind.SERVE_UNSUPPORTED, hint=refused.nearest)
+
+
+def refuse_python(drafter: str) -> None:
+    """Raise ConfigError ``code-unpinned`` where a drafter brings Python of its own, or, as a hub id, may: an engine
+    that is to trust the target's own runs a drafter's too."""
+    folder = Path(drafter)
+    if not folder.exists():
+        problem = f"--trust-remote-code runs a drafter's own Python too, and {drafter} is no folder here to look into"
+        hint = f"{shlex.join(['hf', 'download', drafter, '--local-dir', 'DRAFTER'])}, then DRAFTER in its place"
+        raise ConfigError(problem, kind=Kind.CODE_UNPINNED, hint=hint)
+    for name in _MAY_NAME_CODE:
+        if (folder / name).is_file() and "auto_map" in _json(folder / name):
+            problem = f"--trust-remote-code runs a drafter's own Python too, and auto_map of {folder / name} names some"
+            hint = "leave --trust-remote-code out, or take a drafter without auto_map"
+            raise ConfigError(problem, kind=Kind.CODE_UNPINNED, hint=hint)
 
 
 def check_target(drafter: ServedDrafter, target: str) -> list[str]:

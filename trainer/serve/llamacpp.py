@@ -10,9 +10,10 @@ from pathlib import Path
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.servers import flag_value
 from trainer.config import Section
 from trainer.formats.gguf import drafter_file
-from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, flag_value, flags_of, hyphened_settings, port_of
+from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, flags_of, hyphened_settings, port_of
 
 VERSION = "11434"
 # llama.cpp looks up n-grams of 12 tokens unless told, for edits of long code; shorter ones find more.

@@ -16,10 +16,11 @@ from typing import Any
 import yaml
 
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
+from hiddenstore.servers import flag_value
 from hiddenstore.settings import all_problems, first_line, parse
 from trainer.formats.base import is_within
 from trainer.serve.drafter import text_config
-from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, flag_value, port_of
+from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, port_of
 
 Settings = Mapping[str, Any]
 MODEL = ("speculative_model", "speculative_model_dir")
