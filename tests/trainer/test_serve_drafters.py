@@ -1,6 +1,7 @@
 """Which drafter a folder holds and whether an engine serves it to this target: refusals, warnings, versions."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,33 @@ def test_a_local_target_is_compared_with_the_one_drafted_for(exports: dict[str, 
     quantised = published(tmp_path / "fp4", **TARGET_CONFIG, quantization_config={"quant_method": "modelopt"})
     assert asked("vllm", drafter=drafter, target=quantised)[0].warnings == []
     assert "was trained for maker/target" in asked("vllm", drafter=drafter, target="maker/target-fp4")[0].warnings[0]
+
+
+def test_the_fix_for_another_target_runs_nothing_that_a_stranger_s_drafter_says(
+    exports: dict[str, str], tmp_path: Path
+) -> None:
+    drafter = shutil.copytree(exports["eagle3 for vllm"], tmp_path / "drafter")
+    about = json.loads((drafter / "hiddenstore.json").read_text())
+    about["target"]["name"] = "maker/a; touch pwned #"
+    (drafter / "hiddenstore.json").write_text(json.dumps(about))
+    other = published(tmp_path / "other", **{**TARGET_CONFIG, "num_hidden_layers": 9})
+    with pytest.raises(FormatError) as raised:
+        asked("vllm", drafter=str(drafter), target=other)
+    assert str(raised.value.hint).startswith("--target 'maker/a; touch pwned #', or hiddenstore export ")
+
+
+@pytest.mark.parametrize("digest", [1, 1e308, True, {"a": {}}, ["a"]])
+@pytest.mark.parametrize("member", ["checkpoint_sha256", "config_sha256", "tokenizer_rules_sha256"])
+def test_a_drafter_whose_target_has_digests_of_another_type_is_refused(
+    exports: dict[str, str], tmp_path: Path, member: str, digest: Any
+) -> None:
+    drafter = shutil.copytree(exports["eagle3 for vllm"], tmp_path / "drafter")
+    about = json.loads((drafter / "hiddenstore.json").read_text())
+    about["target"][member] = digest
+    (drafter / "hiddenstore.json").write_text(json.dumps(about))
+    with pytest.raises(ConfigError, match="expected .* an object whose name and digests are text") as raised:
+        asked("vllm", drafter=str(drafter), target=exports["target"])
+    assert raised.value.kind == "serve-setting"
 
 
 def test_a_target_s_own_code_and_a_merged_adapter_are_told_from_another_target(tmp_path: Path) -> None:

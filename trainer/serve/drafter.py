@@ -130,13 +130,19 @@ def _about(folder: Path) -> dict[str, Any]:
 def _require_about(where: Path | str, about: Mapping[str, Any]) -> None:
     length, target = about.get("draft_len"), about.get("target")
     is_length = length is None or (type(length) is int and length > 0)
-    is_target = isinstance(target, dict | NoneType) and isinstance((target or {}).get("name", ""), str)
-    if not is_length or not is_target:
+    if not is_length or not _is_identity(target):
         raise ConfigError(
             f"{where} has draft_len {length!r} and a target of {type(target).__name__}; expected a whole "
-            "number above 0 and an object with a name",
+            "number above 0 and an object whose name and digests are text",
             kind=Kind.SERVE_SETTING,
         )
+
+
+def _is_identity(target: Any) -> bool:
+    if not isinstance(target, dict):
+        return target is None
+    digests = (value for key, value in target.items() if key.endswith("_sha256"))
+    return isinstance(target.get("name", ""), str) and all(isinstance(digest, str | NoneType) for digest in digests)
 
 
 def check_engine(drafter: ServedDrafter, engine: ServingEngine, version: str) -> None:
@@ -214,7 +220,7 @@ def _refuse_other_target(drafter: ServedDrafter, target: str, differences: list[
         raise FormatError(
             f"{target} is not the target of {drafter.path}\n" + "\n".join(f"  {line}" for line in differences),
             kind=Kind.TARGET_MISMATCH,
-            hint=f"--target {(drafter.target or {}).get('name') or 'ITS_TARGET'}, or hiddenstore export "
+            hint=f"--target {shlex.quote((drafter.target or {}).get('name') or 'ITS_TARGET')}, or hiddenstore export "
             f"RUN_OF_THIS_TARGET --engine {engine} -o DIR",
         )
 
