@@ -1,5 +1,6 @@
 """The options of a collect job, and what follows from them before anything is opened."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -93,7 +94,7 @@ def require_data_fits(info: PreparedData, folder: TargetFolder) -> None:
         wrong.append(f"image processor {info.images.spec} in the data, {ours} of the target")
     if not wrong:
         return
-    hint = f"hiddenstore prepare INPUT -o DATA --target {folder.name}"
+    hint = f"hiddenstore prepare INPUT -o DATA --target {shlex.quote(folder.name)}"
     if is_other_template and tokenizer_fits:
         hint += "; or, if prepare was given a template, collect with the same --template FILE"
     problem = f"the data was prepared for {info.target} and does not fit target {folder.label}: {'; '.join(wrong)}"

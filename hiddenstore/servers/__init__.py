@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -179,7 +180,7 @@ def _wait_until_up(
     named = (line for line in reversed(lines) if re.search(r"(?<!_)[Ee]rror\b", line))
     last = next(named, lines[-1] if lines else "it said nothing")
     problem = f"the server that was started {how}: {last.strip()[-300:]}"
-    raise StorageError(problem, kind=Kind.SERVER_UNREACHABLE, hint=f"less {log}")
+    raise StorageError(problem, kind=Kind.SERVER_UNREACHABLE, hint=shlex.join(["less", str(log)]))
 
 
 def _free_ports(count: int) -> list[int]:

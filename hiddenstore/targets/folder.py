@@ -7,6 +7,7 @@ Shapes: W [out, in], A [r, in], B [out, r].
 
 import hashlib
 import re
+import shlex
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -277,7 +278,7 @@ def _is_offline(name: str, revision: str | None) -> bool:
         raise ConfigError(
             f"target {name} is no folder here nor in the hub's cache, and {reason}",
             kind=Kind.TARGET_UNREADABLE,
-            hint=f"hf download {name} --local-dir FOLDER   where there is a network, then --target FOLDER",
+            hint=f"hf download {shlex.quote(name)} --local-dir FOLDER   where there is a network, then --target FOLDER",
         )
     return True
 

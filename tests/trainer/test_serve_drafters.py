@@ -144,7 +144,7 @@ def test_a_drafter_whose_target_has_digests_of_another_type_is_refused(
     about = json.loads((drafter / "hiddenstore.json").read_text())
     about["target"][member] = digest
     (drafter / "hiddenstore.json").write_text(json.dumps(about))
-    with pytest.raises(ConfigError, match="expected .* an object whose name and digests are text") as raised:
+    with pytest.raises(ConfigError, match=r"expected .* an object whose name and digests are text") as raised:
         asked("vllm", drafter=str(drafter), target=exports["target"])
     assert raised.value.kind == "serve-setting"
 

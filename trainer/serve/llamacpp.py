@@ -5,6 +5,7 @@ draft-dflash, draft-dspark, draft-mtp, draft-simple and ngram-simple.
 """
 
 import re
+import shlex
 from pathlib import Path
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -71,7 +72,7 @@ def _target(name: str) -> list[str]:
         raise ConfigError(
             f"llama.cpp reads GGUF files, and {name} is none",
             kind=Kind.SERVE_SETTING,
-            hint=f"python convert_hf_to_gguf.py {name} --outfile target.gguf, which llama.cpp brings",
+            hint=f"python convert_hf_to_gguf.py {shlex.quote(name)} --outfile target.gguf, which llama.cpp brings",
         )
     return ["-hf", name]
 
