@@ -101,8 +101,15 @@ def all_problems(problems: Sequence[str]) -> str:
     return f"{len(problems)} settings are wrong\n" + "\n".join(f"  {problem}" for problem in problems)
 
 
-class KeysOnce:
-    """For a YAML loader: a key written twice is refused, of which it would silently take the last."""
+class _StrictYaml:
+    """For a YAML loader: a key written twice is refused, of which it would silently take the last, and so are aliases,
+    by which a small file could unfold into a huge one."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):  # type: ignore[attr-defined]
+            mark = self.peek_event().start_mark  # type: ignore[attr-defined]
+            raise yaml.YAMLError(f"line {mark.line + 1}: aliases (*name) are not supported")
+        return super().compose_node(parent, index)  # type: ignore[misc]
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys: set[str] = set()
@@ -117,17 +124,8 @@ class KeysOnce:
         return mapping
 
 
-class _TextLoader(KeysOnce, yaml.BaseLoader):
-    """YAML whose scalars stay the text that was written; ``null``, ``~`` and nothing become None.
-
-    Anchors are refused: a small file could otherwise unfold into a huge one.
-    """
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
-            raise yaml.YAMLError(f"line {mark.line + 1}: aliases (*name) are not supported")
-        return super().compose_node(parent, index)
+class _TextLoader(_StrictYaml, yaml.BaseLoader):
+    """YAML whose scalars stay the text that was written; ``null``, ``~`` and nothing become None."""
 
     def null_or_text(self, node: yaml.ScalarNode) -> str | None:
         if node.style is None and node.value in ("", "~", "null", "Null", "NULL"):
@@ -138,23 +136,30 @@ class _TextLoader(KeysOnce, yaml.BaseLoader):
 _TextLoader.add_constructor("tag:yaml.org,2002:str", _TextLoader.null_or_text)
 
 
-def _parse(text: str) -> Any:
-    """One YAML document as text, None, lists and mappings; nothing else can come out of it."""
-    loader = _TextLoader(text)
+class _PlainLoader(_StrictYaml, yaml.SafeLoader):
+    """YAML whose scalars become the numbers, truth values and dates that they look like."""
+
+
+def parse(text: str | bytes, *, plain: bool = False) -> Any:
+    """One YAML document as text, None, lists and mappings; ``plain``: with numbers, truth values and dates. Raises
+    yaml.YAMLError: it is none, or PyYAML stumbles over it (``"\\UFFFFFFFF"``, ``2026-02-31``, lists without end)."""
+    loader = (_PlainLoader if plain else _TextLoader)(text)
     try:
         return loader.get_single_data()
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise yaml.YAMLError(str(error)) from error
     finally:
         loader.dispose()
 
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        document = _parse(path.read_text(encoding="utf-8"))
+        document = parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise NotFoundError(f"the settings file {path} does not exist", kind=Kind.PATH_MISSING) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error.reason}", kind=Kind.CONFIG_UNREADABLE) from error
-    except (yaml.YAMLError, RecursionError) as error:
+    except yaml.YAMLError as error:
         raise ConfigError(f"{path} is no YAML: {first_line(error)}", kind=Kind.CONFIG_UNREADABLE) from error
     if document is None:
         return {}
@@ -182,8 +187,8 @@ def _assignments(
             problems.append(f"{word!r} should be key.path=value")
             continue
         try:
-            value = _parse(text)
-        except (yaml.YAMLError, RecursionError) as error:
+            value = parse(text)
+        except yaml.YAMLError as error:
             problems.append(f"{word!r} is no YAML value: {first_line(error)}")
             continue
         yield from (("command line", leaf, inner) for leaf, inner in _leaves(value, path))
@@ -307,8 +312,8 @@ def _from_text(annotation: Any, text: Any) -> Any:
 def plain_value(text: str) -> Any:
     """What YAML makes of a text, which stays text where that is nothing: a pattern such as ``[a-z]+``, an odd date."""
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
+        return parse(text, plain=True)
+    except yaml.YAMLError:
         return text
 
 

@@ -1,5 +1,6 @@
 """The options of a collect job, and what follows from them before anything is opened."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from hiddenstore.codecs.recipes import DEFAULT_RECIPE, RECIPES, get_recipe, reci
 from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.fs import is_address
 from hiddenstore.process import Rank
+from hiddenstore.settings import parse
 from hiddenstore.targets.blocks import require_rebuildable
 from hiddenstore.targets.folder import TargetFolder
 from hiddenstore.targets.identity import tokenizer_differences
@@ -92,7 +94,7 @@ def require_data_fits(info: PreparedData, folder: TargetFolder) -> None:
         wrong.append(f"image processor {info.images.spec} in the data, {ours} of the target")
     if not wrong:
         return
-    hint = f"hiddenstore prepare INPUT -o DATA --target {folder.name}"
+    hint = f"hiddenstore prepare INPUT -o DATA --target {shlex.quote(folder.name)}"
     if is_other_template and tokenizer_fits:
         hint += "; or, if prepare was given a template, collect with the same --template FILE"
     problem = f"the data was prepared for {info.target} and does not fit target {folder.label}: {'; '.join(wrong)}"
@@ -119,8 +121,8 @@ def read_engine_args(pairs: Sequence[str]) -> dict[str, Any]:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         try:
-            settings[name.strip().replace("-", "_")] = yaml.safe_load(value)
-        except (yaml.YAMLError, ValueError, RecursionError):
+            settings[name.strip().replace("-", "_")] = parse(value, plain=True)
+        except yaml.YAMLError:
             equals = ""
         if not equals or not name.strip():
             raise ConfigError(

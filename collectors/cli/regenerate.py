@@ -173,18 +173,19 @@ def _served(
         yield request
         return
     from collectors.regenerate.job import refuse_existing
+    from hiddenstore.targets.folder import trusts_pinned_code
     from hiddenstore.targets.gguf import target_folder
 
     # A server takes half a minute to start: what can be refused before is.
     out = require_local(request.out, "a file of answers")
     refuse_existing(out, request.rows_per_file)
     python, log = VllmPython(engine_python), Path(f"{out}.server.log")
-    python.require()
     revision = ("--revision", request.revision) if request.revision else ()
     trust = ("--trust-remote-code",) if request.trust_remote_code else ()
-    command = python.command(
-        target_folder(str(request.target)), (*engine_flags(request.engine_args), *revision, *trust)
-    )
+    flags = (*engine_flags(request.engine_args), *revision, *trust)
+    trusts_pinned_code(str(request.target), flags)
+    python.require()
+    command = python.command(target_folder(str(request.target)), flags)
     make_folder(out.parent)
     output().note(f"starting vLLM; it writes {log}")
     with running([ServerProcess(command, python.environment(), log)], stopping) as (url,):

@@ -180,7 +180,7 @@ def _load(split: HubSplit) -> Any:
         raise ConfigError(
             f"dataset {name} cannot be loaded: {first_line(error)}",
             kind=Kind.INPUT_UNREADABLE,
-            hint=f"python -c \"import datasets; print(datasets.get_dataset_config_names('{name}'))\"",
+            hint=f"python -c {quote(f'import datasets; print(datasets.get_dataset_config_names({name!r}))')}",
         ) from error
 
 
@@ -204,7 +204,7 @@ def _only_split(names: list[str], dataset: str) -> str:
     raise ConfigError(
         f"dataset {dataset} has several splits: {', '.join(names)}",
         kind=Kind.DATASET_SPLIT,
-        hint=f"hiddenstore prepare '{dataset}:{names[0]}' -o DATA --target T",
+        hint=f"hiddenstore prepare {quote(f'{dataset}:{names[0]}')} -o DATA --target T",
     )
 
 

@@ -7,6 +7,7 @@ newer ``reasoning``).
 
 import hashlib
 import json
+import shlex
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -50,7 +51,9 @@ class ChatServer:
         models = self._client.get("/v1/models", lambda document: [str(model["id"]) for model in document["data"]])
         if len(models) != 1:
             problem = f"{self._client.access.url} serves {', '.join(models) or 'nothing'}; which one is the target?"
-            raise ConfigError(problem, kind=Kind.MODEL_UNCLEAR, hint=f"--model {models[0]}" if models else None)
+            raise ConfigError(
+                problem, kind=Kind.MODEL_UNCLEAR, hint=shlex.join(["--model", models[0]]) if models else None
+            )
         return models[0]
 
     def reply(

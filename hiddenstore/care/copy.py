@@ -47,7 +47,7 @@ from hiddenstore.targets.blocks import BLOCKS_FILE, TargetBlocks, block_files, r
 from hiddenstore.targets.calibration import copy_slice, read_slice
 from hiddenstore.targets.checkpoint import checkpoint_sha256
 from hiddenstore.targets.folder import CONFIG_FILE, open_target
-from hiddenstore.targets.identity import CHECKPOINT, cast_hint, has_adapter, target_argument, unstated_digests
+from hiddenstore.targets.identity import CHECKPOINT, cast_hint, has_adapter, target_words, unstated_digests
 from hiddenstore.targets.rebuild import Rebuilder
 from hiddenstore.verify.profile import PROFILE_PATH, read_profile, share_profile, target_differences, unstated_warning
 from hiddenstore.writer import PendingUnit, capture_differences, create_store, pending_units
@@ -550,7 +550,7 @@ def rebuilder_for(store: Store, target: str | None) -> Rebuilder | None:
 
 
 def _way_out(identity: TargetIdentity) -> str:
-    checkpoint = f"--target {target_argument(identity)}, the checkpoint it was captured from"
+    checkpoint = f"{shlex.join(target_words(identity))}, the checkpoint it was captured from"
     return "--recipe compact: no checkpoint holds an adapter's blocks" if has_adapter(identity) else checkpoint
 
 

@@ -25,6 +25,7 @@ from typing import Any, NoReturn, TextIO, cast
 import click
 
 from hiddenstore.console.output import Output
+from hiddenstore.console.text import clean
 from hiddenstore.doctor import PACKAGES, check_packages, version_of
 from hiddenstore.errors import ConfigError, HiddenstoreError, InterruptError, Kind, NotFoundError, StorageError
 from hiddenstore.process import is_out_of_memory
@@ -282,7 +283,7 @@ def _run(click_main: Any, arguments: list[str], *rest: Any, **extra: Any) -> int
         problem, cause = as_hiddenstore_error(error, arguments), error
     printer.error(problem)
     if printer.verbose:
-        click.echo("".join(traceback.format_exception(cause)), err=True, nl=False)
+        click.echo(clean("".join(traceback.format_exception(cause))), err=True, nl=False)
     return problem.exit_code
 
 

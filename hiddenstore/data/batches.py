@@ -309,7 +309,7 @@ def _layers_of(store: "Store", layers: Sequence[int] | None) -> tuple[int, ...]:
     missing = sorted(set(layers or ()) - set(stored))
     if missing:
         numbers = ",".join(str(layer) for layer in sorted({*stored, *missing}))
-        target = " ".join(target_words(store.capture.target))
+        target = shlex.join(target_words(store.capture.target))
         raise ConfigError(
             f"{store.path} holds layers {list(stored)}, not {missing}",
             kind=Kind.LAYER_MISSING,

@@ -4,6 +4,7 @@ Shapes: T tokens of a sample, L aux layers, D target width.
 """
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -269,7 +270,7 @@ def _require_final(store: Store, layout: PeerLayout, layers: Sequence[int], miss
         else:
             alone = f", as this one does where it is alone {layout.masks_by}" if layout.masks_by else ""
             way_out = f"; --missing-final zeros is right for a trainer that masks its loss{alone}"
-        named, target = ",".join(map(str, layers)), " ".join(target_words(capture.target))
+        named, target = ",".join(map(str, layers)), shlex.join(target_words(capture.target))
         raise FormatError(
             f"{store.path} holds {what}; {layout.name} reads it at every token{way_out}",
             kind=Kind.FINAL_MISSING,

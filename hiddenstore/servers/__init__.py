@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -82,6 +83,16 @@ def engine_flags(words: Iterable[str]) -> tuple[str, ...]:
     for name, equals, value in (word.partition("=") for word in words):
         flags += [f"--{name}"] if value == "true" or not equals else [f"--{name}", value]
     return tuple(flags)
+
+
+def flag_value(flags: Sequence[str], *names: str) -> str | None:
+    """The value of ``--name value`` or ``--name=value`` among ``flags``; the last one counts."""
+    value = None
+    for i, flag in enumerate(flags):
+        name, equals, text = flag.partition("=")
+        if name in names:
+            value = text if equals else (flags[i + 1] if i + 1 < len(flags) else None)
+    return value
 
 
 # Some compile their model first: a minute on cores of their own, a quarter of an hour on a share of one.
@@ -169,7 +180,7 @@ def _wait_until_up(
     named = (line for line in reversed(lines) if re.search(r"(?<!_)[Ee]rror\b", line))
     last = next(named, lines[-1] if lines else "it said nothing")
     problem = f"the server that was started {how}: {last.strip()[-300:]}"
-    raise StorageError(problem, kind=Kind.SERVER_UNREACHABLE, hint=f"less {log}")
+    raise StorageError(problem, kind=Kind.SERVER_UNREACHABLE, hint=shlex.join(["less", str(log)]))
 
 
 def _free_ports(count: int) -> list[int]:

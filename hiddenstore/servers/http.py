@@ -257,19 +257,20 @@ os.register_at_fork(after_in_child=event_loop.cache_clear)
 
 def server_root(url: str) -> str:
     """A server's address without ``/v1``; ``http://`` where no scheme is named. Raises ConfigError: ``server-url``,
-    also when it holds a user, password or query."""
+    also when it holds a user, password, query or fragment."""
+    # Before it is taken apart: what is no address may hold a password all the same.
+    if any(mark in url for mark in "@?#"):
+        message = "a server's address must hold no user, password, query or fragment: it would land in logs"
+        raise ConfigError(message, kind=Kind.SERVER_URL, hint="--api-key-env NAME reads a key from the environment")
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         is_address = False
-    if not is_address or parts.query or parts.fragment:
+    if not is_address:
         raise ConfigError(
             f"{url!r} is no http://HOST:PORT", kind=Kind.SERVER_URL, hint="--server http://localhost:8000"
         )
-    if parts.username or parts.password:
-        message = "a server's address must hold no user or password: it would land in logs"
-        raise ConfigError(message, kind=Kind.SERVER_URL, hint="--api-key-env NAME reads a key from the environment")
     path = parts.path.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc}{path}"
 

@@ -3,6 +3,7 @@
 No word of a sample stands in it unless asked for, no path of this machine, and nothing that was not measured.
 """
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from hiddenstore.console.text import size
+from hiddenstore.console.text import clean, size
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
 from hiddenstore.files.damage import raise_refusal
 from hiddenstore.files.documents import foreign_json
@@ -30,7 +31,7 @@ def store_card(store: "Store", address: str, measured: str, samples: int) -> str
     facts, target = info(store), store.capture.target
     width = facts["hidden_size"]
     front: dict[str, Any] = {
-        "pretty_name": f"Hidden states of {target.name}",
+        "pretty_name": _line(f"Hidden states of {target.name}"),
         "tags": ["hiddenstore", "speculative-decoding", "hidden-states", "webdataset"],
         "size_categories": [next((word for most, word in _SIZES if facts["samples"] < most), "n>10M")],
     }
@@ -64,7 +65,7 @@ def drafter_card(folder: Path, files: Sequence[Path], address: str, measured: st
     try:
         about = foreign_json((folder / "hiddenstore.json").read_bytes())
         config = foreign_json((folder / "config.json").read_bytes())
-        target, drafter = about["target"], str(about["drafter"])
+        target, drafter = about["target"], _line(str(about["drafter"]))
         engine = f"{about['engine']} {about['engine_version']}"
         reads = next((config[key] for key in config if "layer_ids" in key), about.get("layers"))
         rows = [
@@ -78,12 +79,12 @@ def drafter_card(folder: Path, files: Sequence[Path], address: str, measured: st
         raise_refusal(error, folder)
         message = f"no card can be made of {folder}, whose hiddenstore.json or config.json says too little: {error}"
         raise ConfigError(message, kind=Kind.DRAFTER_UNFIT, hint="--card README.md, one of your own") from error
-    name = str(target["name"])
+    name = _line(str(target["name"]))
     front: dict[str, Any] = {"tags": ["hiddenstore", "speculative-decoding", drafter]}
-    front |= {"base_model": name} if name.count("/") == 1 else {}
+    front |= {"base_model": name} if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else {}
     use = [
         shlex.join(["hiddenstore", "pull", address, "drafter"]),
-        f"hiddenstore serve drafter --target TARGET --engine {about['engine']}",
+        shlex.join(["hiddenstore", "serve", "drafter", "--target", "TARGET", "--engine", _line(str(about["engine"]))]),
     ]
     what = f"A {drafter} drafter for speculative decoding of {name}, trained with hiddenstore."
     return _card(front, f"{drafter} for {name}", what, rows, use, [measured])
@@ -97,19 +98,20 @@ def accepted_length(results: str | Path) -> str:
         width, run = int(given.get("tree_width", 1)), Path(given["run"]).name
         shape = f"{int(given['draft_len'])}x{width}" if width > 1 else str(int(given["draft_len"]))
         if given["schema"] == "hiddenstore.eval/1":
-            where = f"simulated on recorded {given['split']} text"
-            command = f"eval {run} {Path(given['store']).name} --split {given['split']} --draft-len {shape}"
+            where = f"simulated on recorded {_plain(given['split'])} text"
+            command = ["eval", run, Path(given["store"]).name, "--split", given["split"], "--draft-len", shape]
         elif given["schema"] == "hiddenstore.decode/1":
             where = "live speculative decoding"
-            command = f"decode {run} --target {given['target']} --draft-len {shape}"
-            command += f" --temperature {given['temperature']}" if given.get("temperature") else ""
+            command = ["decode", run, "--target", given["target"], "--draft-len", shape]
+            command += ["--temperature", str(given["temperature"])] if given.get("temperature") else []
         else:
             raise ValueError(f"schema is {given['schema']!r}")
         floor = given.get("ngram_accepted_length")
         beside = "" if floor is None else f" The best n-gram table from the same text has {floor:.3f}."
         return (
             f"## Accepted length\n\n**{given['accepted_length']:.3f}** tokens a target forward, bonus token counted, "
-            f"step {given['step']:,}, {where}.{beside} Measured by:\n\n```sh\nhiddenstore {command}\n```"
+            f"step {given['step']:,}, {where}.{beside} Measured by:\n\n"
+            f"```sh\nhiddenstore {shlex.join(map(_line, command))}\n```"
         )
     except FileNotFoundError as error:
         raise NotFoundError(f"--results: {results} does not exist", kind=Kind.PATH_MISSING) from error
@@ -138,6 +140,16 @@ def _texts(store: "Store", samples: int) -> list[str]:
     return texts
 
 
+def _line(text: str) -> str:
+    """What a document says, on one line; a line of its own could end the YAML, a table or a fence."""
+    return clean(" ".join(text.split()))
+
+
+def _plain(text: str) -> str:
+    """The same as text of Markdown, in which nothing is code, a link or HTML."""
+    return re.sub(r"[\\`*<]|(?<=\])\(", r"\\\g<0>", _line(text))
+
+
 def _card(
     front: Mapping[str, Any],
     title: str,
@@ -146,8 +158,8 @@ def _card(
     use: Sequence[str],
     parts: Sequence[str],
 ) -> str:
-    table = ["| | |", "|---|---|", *(f"| {name} | {value.replace('|', '/')} |" for name, value in rows)]
+    table = ["| | |", "|---|---|", *(f"| {name} | {_plain(value).replace('|', '/')} |" for name, value in rows)]
     head = ["---", yaml.safe_dump(dict(front), sort_keys=False, allow_unicode=True).rstrip(), "---"]
     code = ["```sh", *use, "```"]
-    body = [f"# {title}", what, "\n".join(table), "\n".join(code), *filter(None, parts)]
+    body = [f"# {_plain(title)}", _plain(what), "\n".join(table), "\n".join(code), *filter(None, parts)]
     return "\n".join(head) + "\n\n" + "\n\n".join(body) + "\n"

@@ -253,7 +253,7 @@ def damaged(folder: TargetFolder, file: str, fault: str) -> ConfigError:
 def _fetch(folder: TargetFolder) -> str:
     if Path(folder.name).exists():
         return f"hf download ORG/NAME --local-dir {shlex.quote(folder.name)}; in a Git clone: git lfs pull"
-    return f"hf download {folder.name} --force-download"
+    return shlex.join(["hf", "download", folder.name, "--force-download"])
 
 
 def _index(folder: TargetFolder) -> dict[str, Any] | None:

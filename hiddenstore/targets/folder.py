@@ -7,8 +7,9 @@ Shapes: W [out, in], A [r, in], B [out, r].
 
 import hashlib
 import re
+import shlex
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,7 @@ from urllib.request import getproxies
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
 from hiddenstore.files.damage import raise_refusal
 from hiddenstore.files.documents import foreign_json
+from hiddenstore.servers import flag_value
 from hiddenstore.targets.gguf import RECORD_FILE, target_folder
 from hiddenstore.targets.identity import chat_template_sha256, config_sha256, tokenizer_rules_sha256, tokenizer_sha256
 from schemas.capture import TargetIdentity
@@ -276,7 +278,7 @@ def _is_offline(name: str, revision: str | None) -> bool:
         raise ConfigError(
             f"target {name} is no folder here nor in the hub's cache, and {reason}",
             kind=Kind.TARGET_UNREADABLE,
-            hint=f"hf download {name} --local-dir FOLDER   where there is a network, then --target FOLDER",
+            hint=f"hf download {shlex.quote(name)} --local-dir FOLDER   where there is a network, then --target FOLDER",
         )
     return True
 
@@ -430,8 +432,18 @@ def require_pinned(name: str, revision: str | None) -> None:
             f"--trust-remote-code runs the repository's own Python: revision {revision or 'none'} of {name} may be "
             f"other code tomorrow",
             kind=Kind.CODE_UNPINNED,
-            hint="--target ORG/NAME --revision COMMIT, the 40 hex digits of a commit whose code was read",
+            hint="--target ORG/NAME --revision COMMIT, the 40 hex digits of a commit whose code was read; serve takes "
+            "--revision behind --",
         )
+
+
+def trusts_pinned_code(name: str, flags: Sequence[str]) -> bool:
+    """Whether an engine that is started for a target with ``flags`` runs the target's own Python. Raises ConfigError
+    ``code-unpinned``: as `require_pinned`, of the ``--revision`` among them."""
+    trusts = any(flag.partition("=")[0].replace("_", "-") == "--trust-remote-code" for flag in flags)
+    if trusts:
+        require_pinned(name, flag_value(flags, "--revision"))
+    return trusts
 
 
 def code_sha256(name: str, documents: list[Mapping[str, Any]], find: Callable[[str], Path | None]) -> str | None:

@@ -6,6 +6,7 @@ whoever loaded them and in whatever dtype; that of the checkpoint's tensors is i
 
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -133,7 +134,7 @@ def has_adapter(identity: TargetIdentity) -> bool:
 
 def captured_from(identity: TargetIdentity) -> str:
     """What to say of ``--target``: which target it has to be."""
-    return f"{' '.join(target_words(identity))}: the one called {identity.name}"
+    return f"{shlex.join(target_words(identity))}: the one called {shlex.quote(identity.name)}"
 
 
 def _is_of_hub(identity: TargetIdentity) -> bool:

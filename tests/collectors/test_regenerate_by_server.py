@@ -163,7 +163,9 @@ def test_the_only_model_a_server_has_needs_no_name(tmp_path: Path, double: ChatD
     assert double.asked[0]["model"] == "bundled"
 
 
-@pytest.mark.parametrize(("models", "hint"), [(("big", "small"), "--model big"), ((), None)])
+@pytest.mark.parametrize(
+    ("models", "hint"), [(("big", "small"), "--model big"), (("$(rm b)", "s"), "--model '$(rm b)'"), ((), None)]
+)
 def test_a_server_of_several_models_or_none_is_asked_nothing(
     tmp_path: Path, double: ChatDouble, models: tuple[str, ...], hint: str | None
 ) -> None:

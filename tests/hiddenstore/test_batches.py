@@ -277,9 +277,10 @@ def test_only_the_layers_asked_for_are_read() -> None:
     assert torch.equal(
         pack.aux[0, : len(store.records[pack.sample_ids[0]].sample.input_ids)], store.records[pack.sample_ids[0]].aux[1]
     )
+    store.capture.target.name = "org/a; touch pwned"
     with pytest.raises(ConfigError) as caught:
         batches_of(store, layers=[2, 4])
-    assert "--layers 1,2,4" in str(caught.value.hint)
+    assert "--target 'org/a; touch pwned' --layers 1,2,4" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("filler", ["DecodedFiller", "EncodedFiller"])

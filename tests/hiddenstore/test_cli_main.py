@@ -224,6 +224,12 @@ def test_verbose_prints_the_traceback(run_action: Callable[..., Result]) -> None
     assert result.exit_code == 2
 
 
+def test_a_traceback_repaints_no_terminal_by_what_a_stranger_s_file_says(run_action: Callable[..., Result]) -> None:
+    result = run_action(raising(ConfigError("\x1b]0;PWNED\x07\x1b[2J evil", kind=Kind.OPTION_INVALID)), "-v")
+    assert "\x1b" not in result.stderr
+    assert result.stderr.splitlines()[-1].endswith("ConfigError: ␛]0;PWNED␇␛[2J evil")
+
+
 @pytest.mark.parametrize(
     ("error", "code", "kind"),
     [

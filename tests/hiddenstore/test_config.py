@@ -171,6 +171,7 @@ def test_all_problems_are_reported_at_once_with_where_they_were_written(tmp_path
         "steps: [1\n",
         "steps: 1\nsteps: 2\n",
         "name: &a x\ntrain: *a\n",
+        'name: "\\UFFFFFFFF"\n',
         "just words\n",
         "? [a]\n: b\n",
         "\x00",

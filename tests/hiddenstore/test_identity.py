@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, LlamaConfig
 from collectors.demo import TARGET_DIR
 from hiddenstore.targets.folder import open_target
 from hiddenstore.targets.identity import (
+    captured_from,
     chat_template_sha256,
     config_sha256,
     identity_differences,
@@ -156,6 +157,11 @@ def test_no_command_is_told_a_hub_id_that_has_other_weights_or_a_path(name, revi
     identity = capture_spec().target.model_copy(update={"name": name, "revision": revision})
     assert target_argument(identity) == bare
     assert target_words(identity) == ["--target", *words]
+
+
+def test_a_name_that_a_stranger_gave_a_target_is_quoted_where_a_command_is_told():
+    identity = capture_spec().target.model_copy(update={"name": "org/a; touch pwned"})
+    assert captured_from(identity) == "--target 'org/a; touch pwned': the one called 'org/a; touch pwned'"
 
 
 def test_a_digest_that_one_side_does_not_state_is_no_difference_and_is_named():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,27 @@ def test_a_drafter_is_pushed_with_its_card_and_comes_back(
     assert run("pull", older, str(tmp_path / "older"), "-q") == 0
     assert "Mine" not in (tmp_path / "older" / CARD).read_text()
     assert "Mine" in hub.repos["me/drafter"].files[CARD].decode()
+
+
+def test_a_card_holds_no_markup_and_no_command_of_a_stranger_s_drafter_or_results(
+    hub: HubDouble, world: World, tmp_path: Path
+) -> None:
+    drafter = shutil.copytree(Path(world / "exported"), tmp_path / "drafter")
+    about = json.loads((drafter / "hiddenstore.json").read_text())
+    about["target"]["name"] = "org/a\n---\n<img src=x onerror=1> [click](javascript:1) `\x1b[2J"
+    about["engine"] = "vllm; touch pwned\n```\n# mine"
+    (drafter / "hiddenstore.json").write_text(json.dumps(about))
+    results = {"schema": "hiddenstore.eval/1", "run": "ru`n; touch pwned\n```\n<b>", "store": "s", "step": 2}
+    results |= {"accepted_length": 1.5, "draft_len": 3, "split": "<b>"}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    assert run("push", str(drafter), "hf://me/drafter", "--results", str(tmp_path / "results.json"), "-q") == 0
+    _, front, card = hub.repos["me/drafter"].files[CARD].decode().split("---\n", 2)
+    assert "base_model" not in yaml.safe_load(front)
+    assert card.splitlines()[1].endswith(r" for org/a --- \<img src=x onerror=1> [click]\(javascript:1) \`␛[2J")
+    assert not re.search(r"(?<!\\)<|\]\(|\x1b", re.sub("(?sm)^```sh$.*?^```$", "", card))
+    assert [line for line in card.splitlines() if line.startswith("```")] == ["```sh", "```"] * 2
+    assert "\nhiddenstore serve drafter --target TARGET --engine 'vllm; touch pwned ``` # mine'\n" in card
+    assert "\nhiddenstore eval 'ru`n; touch pwned ``` <b>' s --split '<b>' --draft-len 3\n" in card
 
 
 def test_a_pulled_drafter_is_served_by_the_engine_it_was_exported_for(

@@ -202,12 +202,13 @@ def test_a_pack_that_teaches_nothing_costs_nothing() -> None:
 @pytest.mark.parametrize("name", ["medusa", "eagle1"])
 def test_a_store_of_top_tokens_is_refused_with_the_command_that_captures_hiddens(name: str) -> None:
     capture = capture_spec(final="all")
-    capture = capture.model_copy(update={"codecs": Codecs(aux="q8", final="topk")})
+    target = capture.target.model_copy(update={"name": "org/a; touch pwned"})
+    capture = capture.model_copy(update={"codecs": Codecs(aux="q8", final="topk"), "target": target})
     kind = drafter_kind(name)
     needs = kind.needs(make_setting([4]).model.config, None)
     with pytest.raises(ConfigError, match="the final hidden itself") as caught:
         check_store(name, needs, capture, "there")
-    assert f"--layers {name} --final {needs.final}" in str(caught.value.hint)
+    assert f"--target 'org/a; touch pwned' --layers {name} --final {needs.final}" in str(caught.value.hint)
 
 
 def test_a_row_that_is_missing_is_named() -> None:

@@ -77,6 +77,25 @@ def test_an_export_over_settings_that_are_none_does_not_take_them_for_others(run
             checkpoint_of(loaded, run)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["*a9", "[eagle3]", "", '"\\UFFFFFFFF"', "[" * 5000],
+    ids=["aliases", "a list", "nothing", "no character", "lists without end"],
+)
+def test_a_stranger_s_run_whose_drafter_is_named_by_no_word_is_refused_at_once(run: Path, name: str) -> None:
+    loaded, file = load_drafter(run), run / "config.yaml"
+    # Unfolds into 10**10 letters.
+    bomb = "bomb:\n- &a0 [x]\n" + "".join(f"- &a{i} [{f'*a{i - 1}, ' * 10}]\n" for i in range(1, 10))
+    settings = file.read_text().replace("  name: eagle3\n", f"  name: {name}\n")
+    file.write_text(bomb + settings[: settings.rindex("#")] if name == "*a9" else settings[: settings.rindex("#")])
+    with pytest.raises(CorruptionError, match="names no drafter") as caught:
+        drafter_name(run)
+    assert caught.value.kind == "run-corrupt"
+    if name not in ("[eagle3]", ""):
+        with pytest.raises(CorruptionError, match="is no YAML"):
+            checkpoint_of(loaded, run)
+
+
 def test_settings_of_a_run_with_a_bit_of_another_value_are_refused_whatever_reads_them(
     run: Path, tmp_path: Path
 ) -> None:

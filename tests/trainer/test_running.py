@@ -515,6 +515,43 @@ def test_a_drafter_that_cannot_be_served_is_refused_before_anything_starts(
     assert not (tmp_path / "started.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--trust-remote-code",),
+        ("--trust-remote-code", "--revision", "main"),
+        ("--engine-arg", "trust-remote-code=true"),
+        ("--engine-arg", "trust_remote_code=True", "--engine-arg", "revision=main"),
+    ],
+)
+def test_no_server_is_started_of_a_target_whose_own_python_is_of_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("p.jsonl").write_text('{"prompt": "one"}\n')
+    beside = ["--target", "maker/target", "--engine-python", engine(tmp_path)]
+    asked = ["eval", "--method", "ngram", "--prompts", "p.jsonl", *beside, *words]
+    if words[0] == "--trust-remote-code":
+        words = ("--set", "trust_remote_code=true", *(("--set", "revision=main") if len(words) > 1 else ()))
+    for command in (asked, ["regenerate", "p.jsonl", "-o", "answers.jsonl", *beside, *words]):
+        result = CliRunner().invoke(main, command)
+        assert (result.exit_code, "code-unpinned" in result.stderr) == (2, True), result.output
+    assert not (tmp_path / "started.jsonl").exists()
+
+
+@pytest.mark.parametrize("words", [("--trust-remote-code",), ("--engine-arg", "trust-remote-code=true")])
+def test_a_drafter_s_own_python_does_not_run_because_the_target_s_may(tmp_path: Path, words: tuple[str, ...]) -> None:
+    exports = write_exports(tmp_path, "eagle3")
+    config = Path(exports["eagle3 for vllm"]) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"auto_map": {"AutoConfig": "evil.Config"}}))
+    (tmp_path / "p.jsonl").write_text('{"prompt": "one"}\n')
+    asked = ["eval", "--serve", exports["eagle3 for vllm"], "--target", exports["target"]]
+    asked += ["--prompts", str(tmp_path / "p.jsonl"), "--engine-python", engine(tmp_path), *words]
+    result = CliRunner().invoke(main, asked)
+    assert (result.exit_code, "code-unpinned" in result.stderr) == (2, True), result.output
+    assert not (tmp_path / "started.jsonl").exists()
+
+
 @pytest.mark.parametrize("option", [("--engine-python", "python"), ("--revision", "main"), ("--trust-remote-code",)])
 def test_an_option_that_llama_server_would_not_read_is_refused(tmp_path: Path, option: tuple[str, ...]) -> None:
     prompts = tmp_path / "p.jsonl"

@@ -1,6 +1,7 @@
 """Which drafter a folder holds and whether an engine serves it to this target: refusals, warnings, versions."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,33 @@ def test_a_local_target_is_compared_with_the_one_drafted_for(exports: dict[str, 
     assert "was trained for maker/target" in asked("vllm", drafter=drafter, target="maker/target-fp4")[0].warnings[0]
 
 
+def test_the_fix_for_another_target_runs_nothing_that_a_stranger_s_drafter_says(
+    exports: dict[str, str], tmp_path: Path
+) -> None:
+    drafter = shutil.copytree(exports["eagle3 for vllm"], tmp_path / "drafter")
+    about = json.loads((drafter / "hiddenstore.json").read_text())
+    about["target"]["name"] = "maker/a; touch pwned #"
+    (drafter / "hiddenstore.json").write_text(json.dumps(about))
+    other = published(tmp_path / "other", **{**TARGET_CONFIG, "num_hidden_layers": 9})
+    with pytest.raises(FormatError) as raised:
+        asked("vllm", drafter=str(drafter), target=other)
+    assert str(raised.value.hint).startswith("--target 'maker/a; touch pwned #', or hiddenstore export ")
+
+
+@pytest.mark.parametrize("digest", [1, 1e308, True, {"a": {}}, ["a"]])
+@pytest.mark.parametrize("member", ["checkpoint_sha256", "config_sha256", "tokenizer_rules_sha256"])
+def test_a_drafter_whose_target_has_digests_of_another_type_is_refused(
+    exports: dict[str, str], tmp_path: Path, member: str, digest: Any
+) -> None:
+    drafter = shutil.copytree(exports["eagle3 for vllm"], tmp_path / "drafter")
+    about = json.loads((drafter / "hiddenstore.json").read_text())
+    about["target"][member] = digest
+    (drafter / "hiddenstore.json").write_text(json.dumps(about))
+    with pytest.raises(ConfigError, match=r"expected .* an object whose name and digests are text") as raised:
+        asked("vllm", drafter=str(drafter), target=exports["target"])
+    assert raised.value.kind == "serve-setting"
+
+
 def test_a_target_s_own_code_and_a_merged_adapter_are_told_from_another_target(tmp_path: Path) -> None:
     config = {**TARGET_CONFIG, "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}
     target = Path(published(tmp_path / "own", **config))
@@ -134,6 +162,46 @@ def test_a_target_s_own_code_and_a_merged_adapter_are_told_from_another_target(t
     merged = {"name": "maker/target+lora", "config_sha256": "f" * 64, "num_layers": 8}
     assert target_differences(merged, target, TARGET_CONFIG) == []
     assert target_differences({**merged, "num_layers": 9}, target, TARGET_CONFIG)
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ("vllm", {"flags": ("--trust-remote-code",)}),
+        ("sglang", {"flags": ("--trust-remote-code",)}),
+        ("trtllm", {"flags": ("--trust_remote_code",)}),
+        ("trtllm", {"settings": ("trust_remote_code=true",)}),
+    ],
+)
+def test_an_engine_that_may_run_the_target_s_own_python_is_given_no_drafter_that_brings_some(
+    exports: dict[str, str], tmp_path: Path, engine: str, words: dict[str, Any], file: str
+) -> None:
+    words = {"target": exports["target"], "drafter": str(tmp_path / "drafter"), **words}
+    config = {"architectures": ["LlamaForCausalLMEagle3"]}
+    folder = Path(published(tmp_path / "drafter", **config))
+    assert planned(engine, **words).command
+    document = {**(config if file == "config.json" else {}), "auto_map": {"AutoConfig": "evil.Config"}}
+    (folder / file).write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match=f"auto_map of .*{file} names some") as raised:
+        planned(engine, **words)
+    assert raised.value.kind == "code-unpinned"
+    assert planned(engine, **{**words, "flags": (), "settings": ()}).command
+    with pytest.raises(ConfigError, match="is no folder here to look into") as raised:
+        planned(engine, **{**words, "drafter": "maker/drafter", "method": "eagle3"})
+    assert raised.value.hint == "hf download maker/drafter --local-dir DRAFTER, then DRAFTER in its place"
+
+
+def test_an_engine_runs_a_target_s_own_python_of_a_folder_or_of_a_commit(exports: dict[str, str]) -> None:
+    def command(target: str, *flags: str) -> tuple[str, ...]:
+        return planned("vllm", method="ngram", target=target, flags=("--trust-remote-code", *flags)).command
+
+    assert command(exports["target"])
+    assert command("maker/target", f"--revision={'a1' * 20}")
+    for flags in ((), ("--revision", "main")):
+        with pytest.raises(ConfigError, match="may be other code tomorrow") as raised:
+            command("maker/target", *flags)
+        assert raised.value.kind == "code-unpinned"
 
 
 def test_longer_drafts_than_trained_are_served_with_a_warning(exports: dict[str, str]) -> None:

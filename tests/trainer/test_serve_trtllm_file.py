@@ -104,6 +104,9 @@ def test_a_file_is_read_and_all_its_problems_are_listed(tmp_path: Path) -> None:
         ("enable_attention_dp: true\nenable_attention_dp: false\n", "is set twice"),
         ("speculative_config: Eagle3\n", "speculative_config: should hold key: value lines, found 'Eagle3'"),
         ("backend: !!python/object/apply:os.system ['true']\n", "is no YAML"),
+        ("backend: &a [x]\nmoe_config: *a\n", r"is no YAML: line 2: aliases \(\*name\) are not supported"),
+        ("backend: \x01\n", "is no YAML"),
+        ('backend: "\\UFFFFFFFF"\n', "is no YAML"),
     ],
 )
 def test_a_file_that_is_no_settings_is_refused(tmp_path: Path, text: str, said: str) -> None:

@@ -1,5 +1,6 @@
 """The table of drafters: a new one is a file here, which defines a `DrafterKind`, and a line in ``DRAFTERS``."""
 
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,6 @@ def check_store(name: str, needs: "Needs", capture: "CaptureSpec", where: str) -
         raise ConfigError(
             f"{name} cannot be trained on {where}: it lacks {' and '.join(lacks)}",
             kind=Kind.STORE_LACKS_STATES,
-            hint=f"hiddenstore collect DATA -o NEW_STORE {' '.join(target_words(capture.target))} --layers {layers}"
+            hint=f"hiddenstore collect DATA -o NEW_STORE {shlex.join(target_words(capture.target))} --layers {layers}"
             + words,
         )

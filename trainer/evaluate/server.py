@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -255,7 +256,7 @@ class Server:
         return ConfigError(problem, kind=Kind.NO_SPECULATION, hint=self._command(engine))
 
     def _command(self, engine: str) -> str:
-        return f"hiddenstore serve DRAFTER --engine {engine} --target {self.model}{self._counting}"
+        return f"hiddenstore serve DRAFTER --engine {engine} --target {shlex.quote(self.model)}{self._counting}"
 
     def _body(self, messages: Sequence[Message], sampling: SamplingOptions) -> dict[str, Any]:
         """A request with the ``prompt`` that was rendered here, or with ``messages``."""
@@ -378,7 +379,7 @@ def served_model(client: HttpClient, name: str | None) -> str:
         return name or names[0]
     listed = ", ".join(names)
     problem = f"serves several models: {listed}" if name is None else f"serves {listed}, not {name}"
-    raise ConfigError(f"{client.url} {problem}", kind=Kind.SERVER_UNFIT, hint=f"--model {names[0]}")
+    raise ConfigError(f"{client.url} {problem}", kind=Kind.SERVER_UNFIT, hint=shlex.join(["--model", names[0]]))
 
 
 def _iterations(document: Any) -> list[dict[str, Any]]:

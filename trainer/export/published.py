@@ -278,7 +278,7 @@ def _folder(source: str | Path, part: DrafterExport | None = None) -> Path:
         raise NotFoundError(
             f"{source} is no folder, and no hub id that can be reached: {str(error).partition(chr(10))[0]}",
             kind=Kind.PATH_MISSING,
-            hint=f"hf download {source} --local-dir DRAFTER",
+            hint=f"hf download {shlex.quote(str(source))} --local-dir DRAFTER",
         ) from error
 
 

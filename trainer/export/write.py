@@ -19,6 +19,7 @@ from safetensors.torch import save
 from hiddenstore.errors import ConfigError, CorruptionError, HiddenstoreError, Kind, NotFoundError, StorageError
 from hiddenstore.fs.publish import new_folder, place_file, refuse_existing_file, refuse_existing_folder, room_beside
 from hiddenstore.fs.seam import storage_error, storage_errors
+from hiddenstore.settings import parse
 from hiddenstore.store import Store
 from hiddenstore.targets.checkpoint import WEIGHTS_FILE
 from hiddenstore.targets.folder import CONFIG_FILE
@@ -268,18 +269,18 @@ def _usual_length(info: RunInfo) -> int | None:
     lies outside its run."""
     file = info.run / CONFIG
     try:
-        config = yaml.safe_load(settings_bytes(info.run))
+        config = parse(settings_bytes(info.run))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise storage_error(error, str(file)) from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except yaml.YAMLError as error:
         raise CorruptionError(f"{file} is no YAML: {error}", kind=Kind.RUN_CORRUPT, path=str(file)) from error
     loss = config.get("loss") or {} if isinstance(config, dict) else None
     if not isinstance(loss, dict):
         raise CorruptionError(f"{file} holds no settings", kind=Kind.RUN_CORRUPT, path=str(file))
     steps = loss.get("steps")
-    return min(steps, CHAIN) if isinstance(steps, int) else None
+    return min(int(steps), CHAIN) if isinstance(steps, str) and steps.isdecimal() else None
 
 
 def _target_config(info: RunInfo) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from trainer.formats import gguf
 from trainer.formats.base import ABOUT_FILE, LAYER_IDS, OUTPUT_IDS, Reads
 from trainer.serve.plan import ServingEngine
 
+_MAY_NAME_CODE = (CONFIG_FILE, "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 EXPORT_AGAIN = "hiddenstore export RUN --engine vllm|sglang|trtllm|llamacpp -o DIR"
 
 
@@ -129,13 +130,19 @@ def _about(folder: Path) -> dict[str, Any]:
 def _require_about(where: Path | str, about: Mapping[str, Any]) -> None:
     length, target = about.get("draft_len"), about.get("target")
     is_length = length is None or (type(length) is int and length > 0)
-    is_target = isinstance(target, dict | NoneType) and isinstance((target or {}).get("name", ""), str)
-    if not is_length or not is_target:
+    if not is_length or not _is_identity(target):
         raise ConfigError(
             f"{where} has draft_len {length!r} and a target of {type(target).__name__}; expected a whole "
-            "number above 0 and an object with a name",
+            "number above 0 and an object whose name and digests are text",
             kind=Kind.SERVE_SETTING,
         )
+
+
+def _is_identity(target: Any) -> bool:
+    if not isinstance(target, dict):
+        return target is None
+    digests = (value for key, value in target.items() if key.endswith("_sha256"))
+    return isinstance(target.get("name", ""), str) and all(isinstance(digest, str | NoneType) for digest in digests)
 
 
 def check_engine(drafter: ServedDrafter, engine: ServingEngine, version: str) -> None:
@@ -169,6 +176,21 @@ def _check_published(drafter: ServedDrafter, engine: ServingEngine) -> None:
         raise ConfigError(problem, kind=Kind.SERVE_UNSUPPORTED, hint=refused.nearest)
 
 
+def refuse_python(drafter: str) -> None:
+    """Raise ConfigError ``code-unpinned`` where a drafter brings Python of its own, or, as a hub id, may: an engine
+    that is to trust the target's own runs a drafter's too."""
+    folder = Path(drafter)
+    if not folder.exists():
+        problem = f"--trust-remote-code runs a drafter's own Python too, and {drafter} is no folder here to look into"
+        hint = f"{shlex.join(['hf', 'download', drafter, '--local-dir', 'DRAFTER'])}, then DRAFTER in its place"
+        raise ConfigError(problem, kind=Kind.CODE_UNPINNED, hint=hint)
+    for name in _MAY_NAME_CODE:
+        if (folder / name).is_file() and "auto_map" in _json(folder / name):
+            problem = f"--trust-remote-code runs a drafter's own Python too, and auto_map of {folder / name} names some"
+            hint = "leave --trust-remote-code out, or take a drafter without auto_map"
+            raise ConfigError(problem, kind=Kind.CODE_UNPINNED, hint=hint)
+
+
 def check_target(drafter: ServedDrafter, target: str) -> list[str]:
     """Raise FormatError ``target-mismatch`` where a local ``target`` is not the one drafted for; else remarks. Of a
     target that is a hub id only the name is compared, and a difference is only remarked: a quantised copy has another
@@ -198,7 +220,7 @@ def _refuse_other_target(drafter: ServedDrafter, target: str, differences: list[
         raise FormatError(
             f"{target} is not the target of {drafter.path}\n" + "\n".join(f"  {line}" for line in differences),
             kind=Kind.TARGET_MISMATCH,
-            hint=f"--target {(drafter.target or {}).get('name') or 'ITS_TARGET'}, or hiddenstore export "
+            hint=f"--target {shlex.quote((drafter.target or {}).get('name') or 'ITS_TARGET')}, or hiddenstore export "
             f"RUN_OF_THIS_TARGET --engine {engine} -o DIR",
         )
 

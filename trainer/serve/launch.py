@@ -20,12 +20,13 @@ from hiddenstore.errors import ConfigError, ConflictError, Kind
 from hiddenstore.fs.publish import replace_file
 from hiddenstore.fs.seam import storage_errors
 from hiddenstore.registry import nearest
-from hiddenstore.servers import ServerProcess, VllmPython
+from hiddenstore.servers import ServerProcess, VllmPython, flag_value
+from hiddenstore.targets.folder import trusts_pinned_code
 from hiddenstore.targets.gguf import target_folder
 from trainer.export.support import ENGINES
 from trainer.formats.base import parse_version
-from trainer.serve.drafter import ServedDrafter, check_engine, check_target, read_drafter, warnings_of
-from trainer.serve.plan import ServeOptions, ServePlan, ServeRequest, ServingEngine, flag_value, methods, needs_model
+from trainer.serve.drafter import ServedDrafter, check_engine, check_target, read_drafter, refuse_python, warnings_of
+from trainer.serve.plan import ServeOptions, ServePlan, ServeRequest, ServingEngine, methods, needs_model
 
 DRAFT_LEN = 3
 """Tokens drafted per step where neither the user nor the drafter says: what all three engines' own pages start with."""
@@ -48,11 +49,15 @@ class Resolved:
 def resolve(engine: ServingEngine, options: ServeOptions) -> Resolved:
     """The request that ``options`` means. Raises ConfigError: nothing says what drafts, the engine lacks the method, or
     the drafter cannot draft so far; FormatError: the drafter was exported for another engine or target; NotFoundError:
-    the drafter's folder is missing."""
+    the drafter's folder is missing. ConfigError ``code-unpinned``: an engine that is to run the target's own Python
+    would run what no commit pins, or the drafter's."""
     if not ENGINES[engine.name].reads_gguf:
         options = replace(options, target=target_folder(options.target))
     drafter = _drafter(options)
     method = drafter.method if drafter else (options.method or "")
+    flags = (*options.flags, *(f"--{word}" for word in options.settings))
+    if trusts_pinned_code(options.target, flags) and options.drafter and needs_model(method):
+        refuse_python(options.drafter)
     if options.form not in engine.forms:
         raise ConfigError(
             f"{engine.title} has no form {options.form!r}; there is: {', '.join(engine.forms)}",

@@ -5,14 +5,16 @@ draft-dflash, draft-dspark, draft-mtp, draft-simple and ngram-simple.
 """
 
 import re
+import shlex
 from pathlib import Path
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.servers import flag_value
 from trainer.config import Section
 from trainer.formats.gguf import drafter_file
-from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, flag_value, flags_of, hyphened_settings, port_of
+from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, flags_of, hyphened_settings, port_of
 
 VERSION = "11434"
 # llama.cpp looks up n-grams of 12 tokens unless told, for edits of long code; shorter ones find more.
@@ -70,7 +72,7 @@ def _target(name: str) -> list[str]:
         raise ConfigError(
             f"llama.cpp reads GGUF files, and {name} is none",
             kind=Kind.SERVE_SETTING,
-            hint=f"python convert_hf_to_gguf.py {name} --outfile target.gguf, which llama.cpp brings",
+            hint=f"python convert_hf_to_gguf.py {shlex.quote(name)} --outfile target.gguf, which llama.cpp brings",
         )
     return ["-hf", name]
 

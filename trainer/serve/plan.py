@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from hiddenstore import settings as config
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.servers import flag_value
 from trainer.export.support import ENGINES, row, support, words
 from trainer.formats.base import Reads
 
@@ -156,16 +157,6 @@ def flags_of(prefix: str, values: Mapping[str, Any]) -> list[str]:
         if value is not False:
             flags += [prefix + name.replace("_", "-"), *([] if value is True else [str(value)])]
     return flags
-
-
-def flag_value(flags: tuple[str, ...], *names: str) -> str | None:
-    """The value of ``--name value`` or ``--name=value`` among ``flags``; the last one counts."""
-    value = None
-    for i, flag in enumerate(flags):
-        name, equals, text = flag.partition("=")
-        if name in names:
-            value = text if equals else (flags[i + 1] if i + 1 < len(flags) else None)
-    return value
 
 
 def port_of(flags: tuple[str, ...], usual: int) -> int:

@@ -10,9 +10,10 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.servers import flag_value
 from trainer.config import Section
 from trainer.serve.drafter import text_config
-from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, flag_value, flags_of, hyphened_settings, port_of
+from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, flags_of, hyphened_settings, port_of
 
 VERSION = "0.5.23"
 # Classes of targets in srt/models with set_eagle3_layers_to_capture alone, and with no such method at all.

@@ -16,10 +16,11 @@ from typing import Any
 import yaml
 
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
-from hiddenstore.settings import KeysOnce, all_problems, first_line
+from hiddenstore.servers import flag_value
+from hiddenstore.settings import all_problems, first_line, parse
 from trainer.formats.base import is_within
 from trainer.serve.drafter import text_config
-from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, flag_value, port_of
+from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, port_of
 
 Settings = Mapping[str, Any]
 MODEL = ("speculative_model", "speculative_model_dir")
@@ -130,25 +131,17 @@ def refuse(settings: Settings, version: str | None, where: str, problems: Iterab
         raise ConfigError(all_problems(lines), kind=Kind.SERVE_SETTING)
 
 
-class _OnceLoader(KeysOnce, yaml.SafeLoader):
-    """Safe YAML, each key once."""
-
-
 def check_file(path: Path, version: str | None = None) -> dict[str, Any]:
     """The settings of a YAML file without contradictions; with ``version``, of what it has. Raises
     NotFoundError: no such file; ConfigError: ``serve-setting``, one line a problem."""
     try:
-        loader = _OnceLoader(path.read_text(encoding="utf-8"))
+        settings = parse(path.read_text(encoding="utf-8"), plain=True)
     except FileNotFoundError as error:
         raise NotFoundError(f"{path} does not exist", kind=Kind.PATH_MISSING) from error
     except (UnicodeDecodeError, IsADirectoryError) as error:
         raise ConfigError(f"{path} is no text file: {error}", kind=Kind.SERVE_SETTING) from error
-    try:
-        settings = loader.get_single_data()
-    except (yaml.YAMLError, RecursionError) as error:
+    except yaml.YAMLError as error:
         raise ConfigError(f"{path} is no YAML: {first_line(error)}", kind=Kind.SERVE_SETTING) from error
-    finally:
-        loader.dispose()
     if not isinstance(settings, dict):
         raise ConfigError(f"{path} should hold key: value lines", kind=Kind.SERVE_SETTING)
     refuse(settings, version, str(path))
@@ -268,7 +261,7 @@ def split_settings(words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
                 section[part] = {}
             section = section[part]
         try:
-            section[name] = yaml.safe_load(text)
+            section[name] = parse(text, plain=True)
         except yaml.YAMLError as error:
             reason = " ".join(str(error).split())[:120]
             raise ConfigError(f"{key}={text}: no value: {reason}", kind=Kind.SERVE_SETTING) from error

@@ -12,10 +12,11 @@ from typing import Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from hiddenstore.servers import flag_value
 from hiddenstore.targets.rope import rope_boundary, rope_kind
 from trainer.config import Section
 from trainer.serve.drafter import text_config
-from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, checked_settings, flag_value, port_of
+from trainer.serve.plan import ServePlan, ServeRequest, ServingEngine, checked_settings, port_of
 
 VERSION = "0.32.0"
 _SUFFIX = "vLLM drafts by suffixes only beside arctic-inference: pip install arctic-inference==0.1.1"

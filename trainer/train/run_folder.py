@@ -484,8 +484,11 @@ def _require_validation(store: Store, config: LoopConfig) -> None:
 def drafter_name(run: Path) -> str:
     """The kind of drafter a run trains. Raises CorruptionError: ``run-corrupt``; StorageError: the disk refused."""
     try:
-        return str(yaml.safe_load(settings_bytes(run))["drafter"]["name"])
-    except (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError, FileNotFoundError) as error:
+        name = settings.parse(settings_bytes(run))["drafter"]["name"]
+        if not isinstance(name, str):
+            raise TypeError(f"its name is a {type(name).__name__}")
+        return name
+    except (yaml.YAMLError, KeyError, TypeError, FileNotFoundError) as error:
         raise CorruptionError(f"{run / CONFIG} names no drafter: {error}", kind=Kind.RUN_CORRUPT) from error
     except OSError as error:
         raise storage_error(error, str(run / CONFIG)) from error
