@@ -41,7 +41,7 @@ from trainer.parallel.data_parallel import Ddp, full_state_dict, parallelize
 from trainer.parallel.group import ProcessGroup, limit_kernel_caches, require_own_gpus, uses_nccl
 from trainer.settings import config_class, view_of
 from trainer.train import checkpoint
-from trainer.train.epochs import epoch_name, newest_until
+from trainer.train.epochs import epoch_name, last_read, published_until
 from trainer.train.guard import BestCheckpoints, SpikeGuard
 from trainer.train.optim import Optimizer
 from trainer.train.run_folder import (
@@ -91,8 +91,7 @@ class TrainState:
         begins = self.config.train.follow and not cursor.samples
         name = self.group.broadcast_bytes(lambda: self._snapshot_at(cursor, begins).encode()).decode()
         with self.group.all_or_none():
-            store = self.options.open_store(name) if name else self.store
-            batches = token_batches(store, self.config, self.group, self.device, epoch=cursor.epoch)
+            batches = self._batches_of(name, cursor.epoch)
             snapshot = batches.digest if begins else cursor.snapshot
             batches.load_state_dict(replace(cursor, snapshot=snapshot).to_json())
         self.batches = batches
@@ -102,14 +101,24 @@ class TrainState:
     def _snapshot_at(self, cursor: Cursor, begins: bool) -> str:
         """Name of the published snapshot that the epoch of ``cursor`` reads; empty for the run's own."""
         run, epoch = run_snapshot(self.path).name, cursor.epoch
-        if begins and epoch and (name := epoch_name(run, epoch)) not in saved_snapshots(self.store.fs):
+        if begins and epoch:
+            name = epoch_name(run, epoch)
+            if name in saved_snapshots(self.store.fs):
+                return name
             try:
                 self.options.open_store().save_snapshot(name)
             except (StorageError, CorruptionError) as error:
                 output().warn(f"epoch {epoch + 1} reads no more than the one before it: {error.message}")
             else:
                 return name
-        return newest_until(self.store.fs, run, epoch)
+        # A run that left off following stays with its list, whatever was published for later epochs before a kill.
+        names = published_until(self.store.fs, run, last_read(cursor))
+        return next((name for name in names if self._batches_of(name, epoch).digest == cursor.snapshot), "")
+
+    def _batches_of(self, name: str, epoch: int) -> TokenBatches:
+        """The batches over a published snapshot; an empty name is the run's own."""
+        store = self.options.open_store(name) if name else self.store
+        return token_batches(store, self.config, self.group, self.device, epoch=epoch)
 
     @property
     def path(self) -> Path:
@@ -167,7 +176,6 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) ->
             compile_blocks(model)
         objective = kind.objective(model, target, config.loss)
         batches = token_batches(store, config, group, device)
-        total = config.train.max_steps or sum(batches.batches_per_epoch(epoch) for epoch in range(config.train.epochs))
         saved = checkpoint.load(newest) if newest is not None else None
         if saved is not None:
             checkpoint.fill(model, saved)
@@ -175,7 +183,8 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) ->
             load_start(model, describe(config.train.init_from))
     group.broadcast(model.state_dict().values())
     parallel = parallelize(model, config.train.parallel, group, device)
-    optimizer = Optimizer(model, config.optim, total, bf16=config.train.precision == "bf16" or None, group=group)
+    bf16 = config.train.precision == "bf16" or None
+    optimizer = Optimizer(model, config.optim, config.train.max_steps or 0, bf16=bf16, group=group)
     spikes = SpikeGuard(config.train.spike_factor, saved.state.spikes if saved else None)
     best = BestCheckpoints(config.train, saved.state.standing if saved else None)
     state = TrainState(
@@ -183,17 +192,34 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) ->
         spikes, best, seed,
     )  # fmt: skip
     if saved is not None:
-        with group.all_or_none():
-            # All but the weights, which the model took before it was shared out.
-            optimizer.load(saved.optimizer)
-            checkpoint.restore_rng(saved.optimizer)
-            state.step = saved.state.step
-        state.go_to(Cursor.from_json(saved.state.cursor))
+        _go_on(state, saved)
+    optimizer.total_steps = _last_step(state)
     if not options.resume:
         _make_run(state, vocab, lock)
     if group.is_first:
         _warn_of_idle_ranks(state)
     return state
+
+
+def _go_on(state: TrainState, saved: checkpoint.Checkpoint) -> None:
+    """Put a run where a checkpoint stands: all but the weights, which the model took before it was shared out."""
+    with state.group.all_or_none():
+        state.optimizer.load(saved.optimizer)
+        checkpoint.restore_rng(saved.optimizer)
+        state.step = saved.state.step
+    state.go_to(Cursor.from_json(saved.state.cursor))
+
+
+def _last_step(state: TrainState) -> int:
+    """The step that a run ends with. Epochs that are done are not counted again: one that left off following its store
+    read fewer samples in them."""
+    loop, start = state.config.train, Cursor.from_json(state.batches.state_dict())
+    if loop.max_steps is not None:
+        return loop.max_steps
+    with state.group.all_or_none():
+        first = sum(1 for _ in state.batches.plan(start.epoch, start.samples)) if start.epoch < loop.epochs else 0
+        later = sum(state.batches.batches_per_epoch(epoch) for epoch in range(start.epoch + 1, loop.epochs))
+    return state.step + first + later
 
 
 def _make_run(state: TrainState, vocab: DraftVocab, lock: FolderLock) -> None:
@@ -458,7 +484,7 @@ def token_batches(
     endless = config.train.max_steps is not None and not validation and not follows
     needs: Needs = drafter_kind(config.drafter.name).needs(config.drafter, config.loss)
     # A store that grows may bring a longer sample than the settings were derived from.
-    longest = int(store.catalog.table.tokens.max(initial=0)) if follows else 0
+    longest = int(store.catalog.table.tokens.max(initial=0)) if follows or epoch else 0
     longest = min(longest, config.data.max_tokens or longest)
     return TokenBatches(
         store,
