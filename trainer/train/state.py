@@ -8,6 +8,8 @@ under a name of its own, and reads the other run's lists up to the epoch in whic
 
 import json
 import math
+import shlex
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,7 +23,7 @@ from torch import Tensor
 from hiddenstore.console.output import output
 from hiddenstore.data import Cursor, PackedBatch, TokenBatches
 from hiddenstore.data.view import WHOLE
-from hiddenstore.errors import ConfigError, CorruptionError, Kind, StorageError
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, StorageError
 from hiddenstore.files.documents import seal, unseal
 from hiddenstore.files.lock import FolderLock
 from hiddenstore.index.catalog import saved_snapshots
@@ -162,8 +164,8 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) ->
     # A vocabulary that is read from a file has a size of its own.
     drafter = config.drafter.model_copy(update={"vocab_size": vocab.size})
     config = config.model_copy(update={"drafter": drafter})
+    newest = _newest_checkpoint(options.run, group) if options.resume else None
     with group.all_or_none():
-        newest = checkpoint.latest(options.run) if options.resume else None
         seed = config.train.seed if newest is None else checkpoint.read_spec(newest).seed
         kind = drafter_kind(config.drafter.name)
         in_bf16 = multiplies_bf16(config, device)
@@ -302,6 +304,32 @@ def _open_on_every_rank(options: TrainOptions, group: ProcessGroup, lock: Folder
             model = config_class(json.loads(document["config"])["drafter"]["name"])
             opened.append((options.open_store(snapshot), model.model_validate_json(document["config"])))
     return opened[0]
+
+
+def _newest_checkpoint(run: Path, group: ProcessGroup) -> Path | None:
+    """The newest one that rank 0 sees; the others go on from the very same. Raises ConflictError: ``ranks-differ``,
+    where this rank sees another under that name, or none."""
+
+    def message() -> bytes:
+        newest = checkpoint.latest(run)
+        names = None if newest is None else (newest.name, checkpoint.state_digest(newest))
+        return json.dumps([socket.gethostname(), names]).encode()
+
+    host, names = json.loads(group.broadcast_bytes(message))
+    if names is None:
+        return None
+    path, expected = run / checkpoint.FOLDER / names[0], names[1]
+    with group.all_or_none():
+        actual = checkpoint.state_digest(path)
+        if actual != expected:
+            source, copy = f"{host}:{run.resolve()}/", f"{run.resolve()}/"
+            raise ConflictError(
+                f"{group.rank} does not hold {path} as rank 0 on {host} does, which goes on from it: sha256 "
+                f"{expected[:12]}… of its {checkpoint.STATE_JSON} expected, {actual[:12] or 'none'} found",
+                kind=Kind.RANKS_DIFFER,
+                hint=f"{shlex.join(['rsync', '-a', source, copy])}, or a RUN that every machine sees",
+            )
+    return path
 
 
 def _vocabulary(
