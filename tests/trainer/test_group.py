@@ -144,6 +144,15 @@ def test_a_rank_without_a_pack_contributes_zero_and_the_first_says_so(tmp_path: 
     assert err[1] == ""
 
 
+def test_ranks_under_a_loss_that_depends_on_how_many_they_are_are_warned_once(tmp_path: Path) -> None:
+    store = tiny_store(tmp_path).path
+    words = [*ON_CPU, "train.max_steps=1", "loss.kind=lk_lambda", "loss.lk_blend=step"]
+    codes, _out, err = ended(start_two(store, "-o", str(tmp_path / "two"), "-q", *words))
+    assert codes == [0, 0], err
+    assert "2 ranks train something else than one process" in " ".join(err[0].split())
+    assert err[1] == ""
+
+
 def test_a_signal_to_one_rank_stops_both_and_one_process_resumes_exactly(tmp_path: Path) -> None:
     store = tiny_store(tmp_path).path
     words = [*ON_CPU, "train.max_steps=400", "train.validate_every=0", "train.checkpoint_every=0"]

@@ -37,6 +37,7 @@ from trainer.config import LoopConfig, TrainConfig
 from trainer.drafters import DRAFTERS, drafter_kind
 from trainer.drafters.base import Drafter, DrafterInUse, LossInputs, Needs, Objective
 from trainer.drafters.blocks import compile_blocks
+from trainer.drafters.eagle3 import TttLoss
 from trainer.losses.teacher import TargetInterface
 from trainer.parallel.context import ContextGroup, context_group, shard_of
 from trainer.parallel.data_parallel import Ddp, full_state_dict, parallelize
@@ -199,7 +200,7 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) ->
     if not options.resume:
         _make_run(state, vocab, lock)
     if group.is_first:
-        _warn_of_idle_ranks(state)
+        _warn_of_ranks(state)
     return state
 
 
@@ -480,11 +481,18 @@ def _device(config: TrainConfig, group: ProcessGroup) -> torch.device:
     return device
 
 
-def _warn_of_idle_ranks(state: TrainState) -> None:
-    """Batches of one epoch that have fewer samples than there are ranks leave some without work."""
+def _warn_of_ranks(state: TrainState) -> None:
+    """Some losses depend on how many ranks there are, and batches of one epoch that have fewer samples than there are
+    ranks leave some without work."""
     ranks = state.group.rank.world_size // state.config.train.context_parallel
     if ranks == 1:
         return
+    loss = state.config.loss
+    if isinstance(loss, TttLoss) and loss.blends_by_step:
+        output().warn(
+            f"loss.lk_blend=step blends by the mean of each pack: {ranks} ranks train something else than one process, "
+            "or another number of ranks; loss.lk_blend=slot does not"
+        )
     samples = [len(ids) for _plan, ids in state.batches.plan(0)]
     idle = sum(max(0, ranks - count) for count in samples) / len(samples)
     if idle < 0.5:
