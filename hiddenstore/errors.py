@@ -299,7 +299,7 @@ class Kind(StrEnum):
     RESUME_STORE = "resume-store", ConflictError, "A run goes on with the store that it began with."
     CURSOR_INVALID = "cursor-invalid", ConfigError, "A cursor is not one that this version wrote."
     CURSOR_MISMATCH = "cursor-mismatch", ConflictError, "A cursor belongs to other samples or another order."
-    RANKS_DIFFER = "ranks-differ", ConflictError, "Ranks would train on batches of unlike samples or settings."
+    RANKS_DIFFER = "ranks-differ", ConflictError, "Ranks would train on unlike samples, settings or checkpoints."
     INIT_CHANGED = "init-changed", ConflictError, "The checkpoint that a run was initialised from has changed."
     START_MISSING = "start-missing", ConfigError, "That drafter starts as a part of its target, and none is named."
     INIT_DIFFERS = "init-differs", ConfigError, "The checkpoint to initialise from is of another shape."

@@ -23,6 +23,7 @@ from tests.accepting import repair_all
 from tests.collectors.prepared import data_for_tiny
 from tests.collectors.tiny import save_target
 from tests.trainer.runs import WORDS
+from trainer.train import checkpoint
 from trainer.train.log import RunLog, StepMetrics
 from trainer.train.loop import train
 from trainer.train.run_folder import branch, describe, training_store
@@ -137,6 +138,41 @@ def test_a_branch_of_a_run_that_follows_reads_what_the_store_holds_and_leaves_th
     branch(other / "checkpoints" / f"step-{second['step'] + 2}", again)
     train(store, again, resume=True, words=["train.max_steps=18"])
     assert epochs(again) == epochs(other)
+
+
+def test_a_run_that_leaves_off_following_where_an_epoch_ends_stays_with_its_list(tmp_path: Path, at_step) -> None:
+    """Killed in the third step, the first of an epoch whose list is published and that no checkpoint knows of."""
+    store, run = tmp_path / "store", tmp_path / "run"
+    first = train_samples(grow(store, 3))
+
+    def kill() -> None:
+        raise Killed
+
+    at_step({1: lambda: grow(store, 12), 3: kill})
+    with pytest.raises(Killed):
+        train(store, run, words=[*FOLLOW, "train.checkpoint_every=1", "train.keep=4"])
+    assert epochs(run)[0]["samples"] > first
+    at_step({})
+    for last in (3, 4):
+        train(store, run, words=["train.follow=false", f"train.max_steps={last}"], resume=True)
+    cursors = [checkpoint.read_state(run / f"checkpoints/step-{step}").cursor for step in (2, 3, 4)]
+    assert len({cursor["snapshot"] for cursor in cursors}) == 1
+
+
+def test_a_run_that_leaves_off_following_ends_with_the_epochs_of_the_list_that_it_stays_with(tmp_path: Path) -> None:
+    store, run = tmp_path / "store", tmp_path / "run"
+    longest = max(entry.tokens for _, entry in grow(store, 2).entries)
+    words = [*FOLLOW, f"data.pack_tokens={longest}", "train.checkpoint_every=1", "train.validate_every=0"]
+    train(store, run, words=[*words, "train.max_steps=1"])
+    grown = grow(store, 12)
+    assert max(entry.tokens for _, entry in grown.entries) > longest
+    train(store, run, words=["train.max_steps=5"], resume=True)
+    (begun,) = epochs(run)
+    assert begun["samples"] == train_samples(grown)
+    report = train(store, run, words=["train.follow=false", "train.max_steps=none", "train.epochs=3"], resume=True)
+    ended = checkpoint.read_state(report.checkpoint)
+    assert (ended.cursor["epoch"], ended.cursor["samples"]) == (3, 0)
+    assert ended.total_steps == ended.step == report.steps
 
 
 def test_what_a_store_brings_may_be_longer_than_a_pack(tmp_path: Path, at_step) -> None:

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,12 @@ def failing(*words: str) -> None:
             yield batch
 
     TokenBatches.__iter__ = broken  # type: ignore[method-assign]
+    command(*words)
+
+
+def on_its_own_disk(disks: Path, *words: str) -> None:
+    """``hiddenstore WORDS`` in a folder of this rank's own, which the other ranks call by the same names."""
+    os.chdir(disks / os.environ["RANK"])
     command(*words)
 
 
@@ -136,6 +144,15 @@ def test_a_rank_without_a_pack_contributes_zero_and_the_first_says_so(tmp_path: 
     assert err[1] == ""
 
 
+def test_ranks_under_a_loss_that_depends_on_how_many_they_are_are_warned_once(tmp_path: Path) -> None:
+    store = tiny_store(tmp_path).path
+    words = [*ON_CPU, "train.max_steps=1", "loss.kind=lk_lambda", "loss.lk_blend=step"]
+    codes, _out, err = ended(start_two(store, "-o", str(tmp_path / "two"), "-q", *words))
+    assert codes == [0, 0], err
+    assert "2 ranks train something else than one process" in " ".join(err[0].split())
+    assert err[1] == ""
+
+
 def test_a_signal_to_one_rank_stops_both_and_one_process_resumes_exactly(tmp_path: Path) -> None:
     store = tiny_store(tmp_path).path
     words = [*ON_CPU, "train.max_steps=400", "train.validate_every=0", "train.checkpoint_every=0"]
@@ -172,6 +189,41 @@ def train_until(store: str, run: Path, words: list[str], step: int) -> int:
         with pytest.raises(InterruptError):
             train(store, run, words=words, resume=(run / "run.json").exists())
     return len(losses(run))
+
+
+def test_ranks_that_do_not_hold_the_checkpoint_that_the_first_goes_on_from_are_refused(tmp_path: Path) -> None:
+    """Runs on each machine's own disk: the second one's lacks the newest checkpoint, has another, or is not there."""
+    store, disks = tiny_store(tmp_path).path, tmp_path / "disks"
+    train(store, disks / "0/run", words=[*ON_CPU, "train.max_steps=8"])
+    train(store, tmp_path / "another", words=[*ON_CPU, "train.max_steps=8", "train.seed=2"])
+    digest = checkpoint.state_digest(tmp_path / "another/checkpoints/step-8")[:12]
+    for place, actual in (("0/run", "none"), ("../another", digest), (None, "none")):
+        shutil.rmtree(disks / "1", ignore_errors=True)
+        (disks / "1").mkdir()
+        if place is not None:
+            shutil.copytree(disks / place, disks / "1/run")
+        if place == "0/run":
+            shutil.rmtree(disks / "1/run/checkpoints/step-8")
+        words = (store, "-o", "run", "--resume", "train.max_steps=10")
+        codes, _out, err = ended(start_two(*words, body=partial(on_its_own_disk, disks)))
+        assert codes == [1, 6], err
+        assert "another rank failed  [another-rank]" in err[0]
+        said = " ".join(err[1].split())
+        assert "rank 1 of 2 does not hold run/checkpoints/step-8" in said
+        assert f"expected, {actual} found [ranks-differ]" in said
+        assert "rsync -a " in said
+    assert checkpoint.latest(disks / "0/run") == disks / "0/run/checkpoints/step-8"
+
+
+def test_a_rank_with_a_newer_checkpoint_than_the_first_goes_on_from_that_of_the_first(tmp_path: Path) -> None:
+    store, disks = tiny_store(tmp_path).path, tmp_path / "disks"
+    train(store, disks / "0/run", words=ON_CPU)
+    shutil.copytree(disks / "0/run", disks / "1/run")
+    shutil.copytree(disks / "0/run", tmp_path / "one")
+    shutil.rmtree(disks / "0/run/checkpoints/step-12")
+    codes, _out, err = ended(start_two(store, "-o", "run", "--resume", body=partial(on_its_own_disk, disks)))
+    assert codes == [0, 0], err
+    assert_same_training(tmp_path / "one", disks / "0/run")
 
 
 def test_a_rank_that_fails_stops_the_other_and_says_why(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ class TttLoss(LossConfig):
     over the draft vocabulary (``draft``: Automodel, speculators)."""
     lk_blend: Literal["slot", "step"] = "slot"
     """``lk_lambda`` blends by each slot's overlap (speculators) or by the step's mean over the pack (SpecForge), which
-    takes a pass more."""
+    takes a pass more and trains something else where other ranks or another ``data.pack_tokens`` make other packs."""
 
     @property
     def blends_by_step(self) -> bool:

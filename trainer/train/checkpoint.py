@@ -174,6 +174,15 @@ def read_state(path: Path) -> CheckpointState:
     return unseal(_read(path / STATE_JSON), CheckpointState, str(path / STATE_JSON))
 
 
+def state_digest(path: Path) -> str:
+    """sha256 of ``state.json`` of a checkpoint folder, which names those of its neighbours; empty where there is
+    none."""
+    try:
+        return sha256_hex(read_whole(path / STATE_JSON))
+    except FileNotFoundError:
+        return ""
+
+
 def read_spec(path: Path) -> DrafterSpec:
     """``drafter.json`` of a checkpoint folder."""
     return unseal(_read(path / DRAFTER_JSON), DrafterSpec, str(path / DRAFTER_JSON))

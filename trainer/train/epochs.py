@@ -2,6 +2,7 @@
 
 import re
 import secrets
+from collections.abc import Iterator
 
 from hiddenstore.data import Cursor
 from hiddenstore.fs.seam import Filesystem
@@ -24,17 +25,21 @@ def branch_name(run: str, epoch: int) -> str:
 
 
 def newest_until(fs: Filesystem, run: str, epoch: int) -> str:
-    """The name of the newest snapshot up to ``epoch`` of the run whose own is ``run``, or of the run that it left for a
-    branch, up to where it did; empty where the run's own is what that epoch reads."""
+    """The name of the newest of `published_until`; empty where the run's own is what that epoch reads."""
+    return next(published_until(fs, run, epoch), "")
+
+
+def published_until(fs: Filesystem, run: str, epoch: int) -> Iterator[str]:
+    """The names of the snapshots up to ``epoch``, newest first, of the run whose own is ``run`` and of the run that it
+    left for a branch, up to where it did."""
     published = saved_snapshots(fs)
     while True:
         numbers = [name.removeprefix(f"{run}.epoch-") for name in published if name.startswith(f"{run}.epoch-")]
         until = [int(number) for number in numbers if number.isdecimal() and int(number) <= epoch]
-        if until:
-            return epoch_name(run, max(until))
+        yield from (epoch_name(run, number) for number in sorted(until, reverse=True))
         left = _BRANCH.fullmatch(run)
         if left is None:
-            return ""
+            return
         run, epoch = left[1], min(epoch, int(left[2]))
 
 

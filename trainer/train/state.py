@@ -8,6 +8,8 @@ under a name of its own, and reads the other run's lists up to the epoch in whic
 
 import json
 import math
+import shlex
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,7 +23,7 @@ from torch import Tensor
 from hiddenstore.console.output import output
 from hiddenstore.data import Cursor, PackedBatch, TokenBatches
 from hiddenstore.data.view import WHOLE
-from hiddenstore.errors import ConfigError, CorruptionError, Kind, StorageError
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, Kind, StorageError
 from hiddenstore.files.documents import seal, unseal
 from hiddenstore.files.lock import FolderLock
 from hiddenstore.index.catalog import saved_snapshots
@@ -35,13 +37,14 @@ from trainer.config import LoopConfig, TrainConfig
 from trainer.drafters import DRAFTERS, drafter_kind
 from trainer.drafters.base import Drafter, DrafterInUse, LossInputs, Needs, Objective
 from trainer.drafters.blocks import compile_blocks
+from trainer.drafters.eagle3 import TttLoss
 from trainer.losses.teacher import TargetInterface
 from trainer.parallel.context import ContextGroup, context_group, shard_of
 from trainer.parallel.data_parallel import Ddp, full_state_dict, parallelize
 from trainer.parallel.group import ProcessGroup, limit_kernel_caches, require_own_gpus, uses_nccl
 from trainer.settings import config_class, view_of
 from trainer.train import checkpoint
-from trainer.train.epochs import epoch_name, newest_until
+from trainer.train.epochs import epoch_name, last_read, published_until
 from trainer.train.guard import BestCheckpoints, SpikeGuard
 from trainer.train.optim import Optimizer
 from trainer.train.run_folder import (
@@ -91,8 +94,7 @@ class TrainState:
         begins = self.config.train.follow and not cursor.samples
         name = self.group.broadcast_bytes(lambda: self._snapshot_at(cursor, begins).encode()).decode()
         with self.group.all_or_none():
-            store = self.options.open_store(name) if name else self.store
-            batches = token_batches(store, self.config, self.group, self.device, epoch=cursor.epoch)
+            batches = self._batches_of(name, cursor.epoch)
             snapshot = batches.digest if begins else cursor.snapshot
             batches.load_state_dict(replace(cursor, snapshot=snapshot).to_json())
         self.batches = batches
@@ -102,14 +104,24 @@ class TrainState:
     def _snapshot_at(self, cursor: Cursor, begins: bool) -> str:
         """Name of the published snapshot that the epoch of ``cursor`` reads; empty for the run's own."""
         run, epoch = run_snapshot(self.path).name, cursor.epoch
-        if begins and epoch and (name := epoch_name(run, epoch)) not in saved_snapshots(self.store.fs):
+        if begins and epoch:
+            name = epoch_name(run, epoch)
+            if name in saved_snapshots(self.store.fs):
+                return name
             try:
                 self.options.open_store().save_snapshot(name)
             except (StorageError, CorruptionError) as error:
                 output().warn(f"epoch {epoch + 1} reads no more than the one before it: {error.message}")
             else:
                 return name
-        return newest_until(self.store.fs, run, epoch)
+        # A run that left off following stays with its list, whatever was published for later epochs before a kill.
+        names = published_until(self.store.fs, run, last_read(cursor))
+        return next((name for name in names if self._batches_of(name, epoch).digest == cursor.snapshot), "")
+
+    def _batches_of(self, name: str, epoch: int) -> TokenBatches:
+        """The batches over a published snapshot; an empty name is the run's own."""
+        store = self.options.open_store(name) if name else self.store
+        return token_batches(store, self.config, self.group, self.device, epoch=epoch)
 
     @property
     def path(self) -> Path:
@@ -153,8 +165,8 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) ->
     # A vocabulary that is read from a file has a size of its own.
     drafter = config.drafter.model_copy(update={"vocab_size": vocab.size})
     config = config.model_copy(update={"drafter": drafter})
+    newest = _newest_checkpoint(options.run, group) if options.resume else None
     with group.all_or_none():
-        newest = checkpoint.latest(options.run) if options.resume else None
         seed = config.train.seed if newest is None else checkpoint.read_spec(newest).seed
         kind = drafter_kind(config.drafter.name)
         in_bf16 = multiplies_bf16(config, device)
@@ -167,7 +179,6 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) ->
             compile_blocks(model)
         objective = kind.objective(model, target, config.loss)
         batches = token_batches(store, config, group, device)
-        total = config.train.max_steps or sum(batches.batches_per_epoch(epoch) for epoch in range(config.train.epochs))
         saved = checkpoint.load(newest) if newest is not None else None
         if saved is not None:
             checkpoint.fill(model, saved)
@@ -175,7 +186,8 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) ->
             load_start(model, describe(config.train.init_from))
     group.broadcast(model.state_dict().values())
     parallel = parallelize(model, config.train.parallel, group, device)
-    optimizer = Optimizer(model, config.optim, total, bf16=config.train.precision == "bf16" or None, group=group)
+    bf16 = config.train.precision == "bf16" or None
+    optimizer = Optimizer(model, config.optim, config.train.max_steps or 0, bf16=bf16, group=group)
     spikes = SpikeGuard(config.train.spike_factor, saved.state.spikes if saved else None)
     best = BestCheckpoints(config.train, saved.state.standing if saved else None)
     state = TrainState(
@@ -183,17 +195,34 @@ def build_state(options: TrainOptions, group: ProcessGroup, lock: FolderLock) ->
         spikes, best, seed,
     )  # fmt: skip
     if saved is not None:
-        with group.all_or_none():
-            # All but the weights, which the model took before it was shared out.
-            optimizer.load(saved.optimizer)
-            checkpoint.restore_rng(saved.optimizer)
-            state.step = saved.state.step
-        state.go_to(Cursor.from_json(saved.state.cursor))
+        _go_on(state, saved)
+    optimizer.total_steps = _last_step(state)
     if not options.resume:
         _make_run(state, vocab, lock)
     if group.is_first:
-        _warn_of_idle_ranks(state)
+        _warn_of_ranks(state)
     return state
+
+
+def _go_on(state: TrainState, saved: checkpoint.Checkpoint) -> None:
+    """Put a run where a checkpoint stands: all but the weights, which the model took before it was shared out."""
+    with state.group.all_or_none():
+        state.optimizer.load(saved.optimizer)
+        checkpoint.restore_rng(saved.optimizer)
+        state.step = saved.state.step
+    state.go_to(Cursor.from_json(saved.state.cursor))
+
+
+def _last_step(state: TrainState) -> int:
+    """The step that a run ends with. Epochs that are done are not counted again: one that left off following its store
+    read fewer samples in them."""
+    loop, start = state.config.train, Cursor.from_json(state.batches.state_dict())
+    if loop.max_steps is not None:
+        return loop.max_steps
+    with state.group.all_or_none():
+        first = sum(1 for _ in state.batches.plan(start.epoch, start.samples)) if start.epoch < loop.epochs else 0
+        later = sum(state.batches.batches_per_epoch(epoch) for epoch in range(start.epoch + 1, loop.epochs))
+    return state.step + first + later
 
 
 def _make_run(state: TrainState, vocab: DraftVocab, lock: FolderLock) -> None:
@@ -276,6 +305,32 @@ def _open_on_every_rank(options: TrainOptions, group: ProcessGroup, lock: Folder
             model = config_class(json.loads(document["config"])["drafter"]["name"])
             opened.append((options.open_store(snapshot), model.model_validate_json(document["config"])))
     return opened[0]
+
+
+def _newest_checkpoint(run: Path, group: ProcessGroup) -> Path | None:
+    """The newest one that rank 0 sees; the others go on from the very same. Raises ConflictError: ``ranks-differ``,
+    where this rank sees another under that name, or none."""
+
+    def message() -> bytes:
+        newest = checkpoint.latest(run)
+        names = None if newest is None else (newest.name, checkpoint.state_digest(newest))
+        return json.dumps([socket.gethostname(), names]).encode()
+
+    host, names = json.loads(group.broadcast_bytes(message))
+    if names is None:
+        return None
+    path, expected = run / checkpoint.FOLDER / names[0], names[1]
+    with group.all_or_none():
+        actual = checkpoint.state_digest(path)
+        if actual != expected:
+            source, copy = f"{host}:{run.resolve()}/", f"{run.resolve()}/"
+            raise ConflictError(
+                f"{group.rank} does not hold {path} as rank 0 on {host} does, which goes on from it: sha256 "
+                f"{expected[:12]}… of its {checkpoint.STATE_JSON} expected, {actual[:12] or 'none'} found",
+                kind=Kind.RANKS_DIFFER,
+                hint=f"{shlex.join(['rsync', '-a', source, copy])}, or a RUN that every machine sees",
+            )
+    return path
 
 
 def _vocabulary(
@@ -426,11 +481,18 @@ def _device(config: TrainConfig, group: ProcessGroup) -> torch.device:
     return device
 
 
-def _warn_of_idle_ranks(state: TrainState) -> None:
-    """Batches of one epoch that have fewer samples than there are ranks leave some without work."""
+def _warn_of_ranks(state: TrainState) -> None:
+    """Some losses depend on how many ranks there are, and batches of one epoch that have fewer samples than there are
+    ranks leave some without work."""
     ranks = state.group.rank.world_size // state.config.train.context_parallel
     if ranks == 1:
         return
+    loss = state.config.loss
+    if isinstance(loss, TttLoss) and loss.blends_by_step:
+        output().warn(
+            f"loss.lk_blend=step blends by the mean of each pack: {ranks} ranks train something else than one process, "
+            "or another number of ranks; loss.lk_blend=slot does not"
+        )
     samples = [len(ids) for _plan, ids in state.batches.plan(0)]
     idle = sum(max(0, ranks - count) for count in samples) / len(samples)
     if idle < 0.5:
@@ -458,7 +520,7 @@ def token_batches(
     endless = config.train.max_steps is not None and not validation and not follows
     needs: Needs = drafter_kind(config.drafter.name).needs(config.drafter, config.loss)
     # A store that grows may bring a longer sample than the settings were derived from.
-    longest = int(store.catalog.table.tokens.max(initial=0)) if follows else 0
+    longest = int(store.catalog.table.tokens.max(initial=0)) if follows or epoch else 0
     longest = min(longest, config.data.max_tokens or longest)
     return TokenBatches(
         store,
