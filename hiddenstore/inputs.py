@@ -63,6 +63,9 @@ IMAGES_PER_BATCH = 16
 REGISTERED = pa.schema(
     [("sample_id", pa.string()), ("unit", pa.string()), ("tokens", pa.int32()), ("split", pa.string())]
 )
+# Rows of real ids take five times the bytes of their file.
+_MOST_UNPACKED, _SMALL_BYTES = 32, 1 << 20
+_READ_ROWS = 65_536
 _SHA256_KEY = b"hiddenstore.sha256"
 _NO_SHA256 = b"0" * 64
 _NO_IMAGES: tuple[str | None, Iterable[dict[str, Any]]] = (None, ())
@@ -164,7 +167,7 @@ def parse_registered(data: bytes, digest: str, where: str) -> pa.Table:
     """The rows of a registered input, checked; ``where`` names the file in errors."""
     try:
         with _parquet_of(data) as parquet:
-            table = parquet.read(use_threads=False)
+            table = _rows_of(parquet, len(data))
             named = _named(parquet)
         rows, _, file = named.partition(b" ")
         # The digest of the file speaks for its rows too, which take far longer to digest.
@@ -199,7 +202,7 @@ def _unit_names(data: bytes, digest: str) -> list[str] | None:
         _, _, file = named.partition(b" ")
         if not file or file != _file_sha256(data, named):
             return None
-        column = parquet.read(columns=["unit"], use_threads=False)["unit"]
+        column = _rows_of(parquet, len(data), ["unit"])["unit"]
         names = pc.unique(column).cast(pa.string()).to_pylist()
         prefix = layout.unit_prefix(digest)
         return names if all(name is not None and name.startswith(prefix) for name in names) else None
@@ -210,6 +213,18 @@ def _parquet_of(data: bytes, **options: Any) -> pq.ParquetFile:
     # Read here and now: a background thread of Arrow that still held a Python buffer at interpreter exit would
     # abort the process (seen with read_table, about once in 40 runs on a busy machine).
     return pq.ParquetFile(pa.BufferReader(data), pre_buffer=False, page_checksum_verification=True, **options)
+
+
+def _rows_of(parquet: pq.ParquetFile, size: int, columns: list[str] | None = None) -> pa.Table:
+    """The rows of a file of ``size`` bytes. No two ids are alike, so that they take some bytes of it each; ValueError
+    for rows that share theirs."""
+    batches, most = [], _MOST_UNPACKED * size + _SMALL_BYTES
+    for batch in parquet.iter_batches(_READ_ROWS, columns=columns, use_threads=False):
+        most -= batch.nbytes
+        if most < 0:
+            raise ValueError(f"its rows take more than {_MOST_UNPACKED} times its size")
+        batches.append(batch)
+    return pa.Table.from_batches(batches, batches[0].schema if batches else parquet.schema_arrow)
 
 
 def _named(parquet: pq.ParquetFile) -> bytes:

@@ -3,20 +3,23 @@
 Shapes: V target vocabulary, U draft vocabulary.
 """
 
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from hiddenstore.data import WHOLE, SampleView
 from hiddenstore.errors import ConfigError, CorruptionError, Kind, NotFoundError
+from hiddenstore.files.damage import raise_refusal
+from hiddenstore.files.pickles import require_safe_torch
 from hiddenstore.fs.disk import read_whole, require_whole_links
 from hiddenstore.store import Store
 
@@ -101,12 +104,12 @@ class DraftVocab:
     def load(cls, path: str | Path, target_size: int) -> "DraftVocab":
         """From ``vocab.safetensors`` or a peer's ``d2t.pt`` (a tensor, or a mapping with ``d2t``) or ``d2t.npy``.
         Raises NotFoundError: no such file; CorruptionError: the file cannot be read, or its two tensors name different
-        tokens; ConfigError: it does not fit a target of ``target_size`` tokens."""
+        tokens; ConfigError: it does not fit a target of ``target_size`` tokens; ``pickle-refused``."""
         path = Path(path)
         if not path.is_file():
             require_whole_links(str(path))
             raise NotFoundError(f"no draft vocabulary at {path}", kind=Kind.PATH_MISSING)
-        d2t, t2d = _read_tensors(path)
+        d2t, t2d = _read_tensors(path, target_size)
         ids = torch.arange(len(d2t)) + d2t.long()
         # Nothing else says that no bit of the file is another one by now.
         if t2d is not None and not torch.equal(ids.sort().values, t2d.nonzero().flatten()):
@@ -120,26 +123,38 @@ def _reason(error: Exception) -> str:
     return str(error).partition(". ")[0].partition("\n")[0]
 
 
-def _read_tensors(path: Path) -> tuple[Tensor, Tensor | None]:
+def _read_tensors(path: Path, target_size: int) -> tuple[Tensor, Tensor | None]:
     """d2t [U] of a file, and t2d [V] where it has one."""
-    # weights_only refuses everything but tensors; its error type is exported nowhere else.
-    from torch._weights_only_unpickler import UnpicklingError
-
+    if path.suffix not in (".safetensors", ".npy"):
+        require_safe_torch()
     try:
         if path.suffix == ".safetensors":
             stored: object = load_tensors(read_whole(path))
         elif path.suffix == ".npy":
-            stored = torch.from_numpy(np.load(path, allow_pickle=False))
+            # Mapped, a header that claims more than the file has is an error before it is memory.
+            stored = torch.from_numpy(np.array(np.load(path, mmap_mode="r", allow_pickle=False)))
         else:
-            stored = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, UnpicklingError, RuntimeError, EOFError, ValueError, TypeError) as error:
+            is_archive = zipfile.is_zipfile(path)
+            stored = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+    except Exception as error:  # a hostile file may raise anything
+        raise_refusal(error, path)
         raise CorruptionError(
             f"{path} cannot be read: {_reason(error)}", kind=Kind.VOCAB_CORRUPT, path=str(path)
         ) from error
     d2t, t2d = (stored.get("d2t"), stored.get("t2d")) if isinstance(stored, dict) else (stored, None)
-    if not isinstance(d2t, Tensor) or d2t.ndim != 1:
-        raise ConfigError(f"{path} holds no tensor d2t [U]", kind=Kind.VOCAB_INVALID)
-    return d2t, t2d if isinstance(t2d, Tensor) and t2d.ndim == 1 else None
+    if not _is_plain(d2t) or d2t.dtype.is_floating_point or len(d2t) > target_size:
+        problem = f"{path} holds no tensor d2t [U] of at most {target_size} whole numbers"
+        raise ConfigError(problem, kind=Kind.VOCAB_INVALID)
+    return d2t, t2d if _is_plain(t2d) else None
+
+
+def _is_plain(value: object) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor [N] all of whose numbers are stored: a few bytes can claim any size."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
+        return False
+    if value.is_quantized or value.is_complex() or value.ndim != 1:
+        return False
+    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def count_tokens(samples: Iterable[tuple[np.ndarray, np.ndarray]], vocab_size: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Rows of JSON lines, JSON and parquet files, plain or gzipped, one at a time, as they lie in the file.
 
 Nothing is parsed beyond what finding the next row takes, so that worker processes can do the rest. Memory is bounded by
-one row (at most ``MAX_ROW_BYTES``) or one small parquet batch.
+one row (at most ``MAX_ROW_BYTES``) or one small parquet batch, whose values that rows share lie in it once.
 """
 
 import gzip
@@ -14,14 +14,18 @@ from io import BufferedReader, FileIO
 from itertools import count, islice
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ijson
+import numpy as np
 
 from hiddenstore.conversation import TABLE_BATCH_ROWS, ColumnFilter, Problem, Row, Source, conversation_columns
 from hiddenstore.errors import ConfigError, Kind, StorageError
 from hiddenstore.files.damage import raise_refusal
 from hiddenstore.targets.folder import first_line
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 LINES = (".jsonl", ".ndjson")
 SUFFIXES = (*LINES, ".json", ".parquet")
@@ -29,6 +33,9 @@ MAX_ROW_BYTES = 64 << 20
 
 _BUFFER_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 16
+# What is read of a parquet file at once, by the bytes that it says its values have: small reads cost far more each.
+_READ_BYTES, _READ_ROWS = 16 << 20, 1024
+_VALUE_BYTES = 8
 _MAX_DEPTH = 500
 _SPACE = b" \t\r\n"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -190,29 +197,88 @@ def _open_parquet(path: Path, label: str, columns: ColumnFilter) -> Source:
 
     try:
         with pq.ParquetFile(path) as file:
-            names, rows = file.schema_arrow.names, file.metadata.num_rows
+            names, about = file.schema_arrow.names, file.metadata
+            size = sum(about.row_group(group).total_byte_size for group in range(about.num_row_groups))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise_refusal(error, path)
         raise _unreadable(path, error) from error
-    columns_read = columns(names, str(path)) if rows else []
-    return Source(label, path.stat().st_size, partial(_parquet_rows, path, label, columns_read), rows)
+    columns_read = columns(names, str(path)) if about.num_rows else []
+    return Source(label, size, partial(_parquet_rows, path, label, columns_read), about.num_rows)
 
 
 def _parquet_rows(path: Path, label: str, columns: list[str]) -> Iterator[Row]:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     numbers = count(1)
     try:
-        with pq.ParquetFile(path) as file:
-            size = path.stat().st_size // max(1, file.metadata.num_rows)
-            for batch in file.iter_batches(batch_size=TABLE_BATCH_ROWS, columns=columns):
-                for row in batch.to_pylist():
-                    value = {name: _without_absent(item) for name, item in row.items()}
-                    yield Row(f"{label}:{next(numbers)}", value, size, path.parent)
+        for batch in _parquet_batches(path, columns):
+            sizes = sum(map(_bytes_of, batch.columns), np.zeros(len(batch), np.int64)).tolist()
+            start = 0
+            while start < len(batch):
+                at_once = sum(sizes[start : start + TABLE_BATCH_ROWS]) <= min(_READ_BYTES, MAX_ROW_BYTES)
+                end = start + (TABLE_BATCH_ROWS if at_once else 1)
+                is_row = sizes[start] <= MAX_ROW_BYTES
+                for value in batch.slice(start, end - start).to_pylist() if is_row else [{}]:
+                    location, size = f"{label}:{next(numbers)}", sizes[start]
+                    payload: Any = {name: _without_absent(item) for name, item in value.items()}
+                    payload = payload if is_row else Problem(location, "row-too-large", _TOO_LARGE)
+                    yield Row(location, payload, size, path.parent)
+                    start += 1
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise_refusal(error, path)
         raise _unreadable(path, error) from error
+
+
+def _parquet_batches(path: Path, columns: list[str]) -> "Iterator[pa.RecordBatch]":
+    """Rows with texts as dictionaries: a text that a file holds once and names in every row is in memory once."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as plain:
+        about = plain.metadata
+        leaves = [about.schema.column(number) for number in range(about.num_columns)]
+        texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+        with pq.ParquetFile(path, metadata=about, read_dictionary=texts) as shared:
+            for number in range(about.num_row_groups):
+                group, done = about.row_group(number), 0
+                most = _READ_BYTES * group.num_rows // max(1, group.total_byte_size)
+                try:
+                    for batch in shared.iter_batches(max(1, min(_READ_ROWS, most)), [number], columns):
+                        yield batch
+                        done += len(batch)
+                except OSError as error:
+                    if "DictAccumulator" not in str(error):
+                        raise
+                    # Arrow has none of texts told by how each differs from the one before. Any row may have them all.
+                    few = max(1, min(_READ_ROWS, _READ_BYTES // max(1, group.total_byte_size)))
+                    for batch in plain.iter_batches(few, [number], columns):
+                        yield batch.slice(min(done, len(batch)))
+                        done = max(0, done - len(batch))
+
+
+def _bytes_of(column: "pa.Array") -> np.ndarray:
+    """int64 [N]: the bytes of each row as text, and some for every value."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if isinstance(column, pa.ExtensionArray):
+        return _bytes_of(column.storage)
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        texts = np.append(_bytes_of(column.dictionary), _VALUE_BYTES)
+        return texts[column.indices.fill_null(len(texts) - 1).to_numpy()]
+    if pa.types.is_struct(kind):
+        return sum(map(_bytes_of, column.flatten()), np.full(len(column), _VALUE_BYTES))
+    if pa.types.is_nested(kind):
+        lists = column.cast(pa.list_(kind.value_type)) if pa.types.is_fixed_size_list(kind) else column
+        offsets, totals = lists.offsets.to_numpy(), np.append(0, _bytes_of(lists.values).cumsum())
+        is_view = pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
+        starts, stops = (offsets, offsets + lists.sizes.to_numpy()) if is_view else (offsets[:-1], offsets[1:])
+        return totals[stops] - totals[starts] + _VALUE_BYTES
+    try:
+        lengths = pc.binary_length(column).fill_null(0).to_numpy()
+    except pa.ArrowNotImplementedError:
+        return np.full(len(column), _VALUE_BYTES)
+    return lengths.astype(np.int64) + _VALUE_BYTES
 
 
 def _without_absent(value: Any) -> Any:

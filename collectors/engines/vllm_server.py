@@ -190,6 +190,7 @@ class VllmServer:
         self.target = target
         self._layer_ids = LayerIds.of(options.aux_layers, target.folder.num_layers)
         self._scratch = options.scratch
+        self._folders: set[Path] = set()
         self._concurrency = settings["concurrency"]
         self._command = server_command(target, self._layer_ids)
         access = ServerAccess(
@@ -269,15 +270,15 @@ class VllmServer:
                     future.cancel()
 
     def _ask(self, request: CaptureRequest) -> _Answer:
-        """One request; runs in a thread of the pool. Its file is removed whatever is wrong with it."""
+        """One request; runs in a thread of the pool. The server says which file is its answer: one that does not hold
+        the tokens of the request may be anybody's, and stays."""
         ids = request.input_ids.tolist()
         body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
         body |= NO_PENALTIES
         path, prompt, next_token = self._client.post("/v1/completions", body, _read_completion)
         file = StateFile(self._path(path))
-        try:
-            token_ids, states = file.read()
-        finally:
+        token_ids, states = file.read()
+        if np.array_equal(token_ids, request.input_ids):
             file.remove()
         if prompt is not None and prompt != ids:
             raise CaptureError(
@@ -306,6 +307,14 @@ class VllmServer:
                 f"the server writes its states to {named}, which cannot be reached from here",
                 kind=Kind.SERVER_UNFIT,
                 hint="run collect where that folder is mounted; --scratch FOLDER if it is mounted at another path",
+            )
+        self._folders.add(path.parent)
+        if len(self._folders) > 1:
+            folders = " and ".join(sorted(map(str, self._folders)))
+            raise ConfigError(
+                f"the server says that its states are in {folders}, expected one folder: files there are removed",
+                kind=Kind.SERVER_UNFIT,
+                hint="--scratch FOLDER, where no file of another server or of yours is",
             )
         return path
 

@@ -1,10 +1,12 @@
 """``gc``: sweep what can no longer be of use. It plans first and acts when told to."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
+from hiddenstore.errors import ConfigError
 from hiddenstore.files import layout
 from hiddenstore.files.damage import reading_only
 from hiddenstore.files.layout import missing
@@ -35,7 +37,8 @@ class Garbage:
 
 @dataclass
 class Sweep:
-    """``remove`` is old enough to go; ``wait`` is younger; ``unfinished`` can still be committed and stays.
+    """``remove`` is old enough to go; ``wait`` is younger; ``unfinished`` can still be committed and stays;
+    ``elsewhere`` lies behind a link out of the store, where it may be anybody's, and stays.
 
     With ``abandoned``, what is unfinished counts as the rest does.
     """
@@ -43,6 +46,7 @@ class Sweep:
     remove: list[Garbage] = field(default_factory=list)
     wait: list[Garbage] = field(default_factory=list)
     unfinished: list[Garbage] = field(default_factory=list)
+    elsewhere: list[Garbage] = field(default_factory=list)
     done: bool = False
 
     @property
@@ -82,6 +86,8 @@ def gc(
                 item = Garbage(path, reason, size, age)
                 if reason == "unfinished" and not abandoned:
                     sweep.unfinished.append(item)
+                elif _is_elsewhere(fs, path):
+                    sweep.elsewhere.append(item)
                 else:
                     (sweep.remove if item.age_s >= older_than_s else sweep.wait).append(item)
     if not dry_run:
@@ -97,6 +103,13 @@ def _remove(fs: Filesystem, item: Garbage) -> bool:
         return False
     fs.remove_tree(item.path)
     return True
+
+
+def _is_elsewhere(fs: Filesystem, path: str) -> bool:
+    """Whether a link leads out of the store to the folder of a path; object storage has no links."""
+    with suppress(ConfigError):
+        return not fs.local_path(path).parent.resolve().is_relative_to(fs.address)
+    return False
 
 
 def _is_named(fs: Filesystem, path: str) -> bool:

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -377,6 +378,12 @@ def _show_sweep(document: Mapping[str, Any]) -> None:
         out.warn(
             f"{total(given_up)} of them {verb} given up: no record names them yet, and a writer that was stopped could "
             "have; the same collect captures those units again"
+        )
+    if elsewhere := document["elsewhere"]:
+        first = Path(document["path"], elsewhere[0]["path"]).parent
+        out.warn(
+            f"{total(elsewhere)} in {plural(len(elsewhere), 'place')} stay: {first} leads out of the store, to "
+            f"{first.resolve()}, whose files may be of something else; remove there what you know to be of this store"
         )
     for name, why in (
         ("unfinished", "could still be committed by a writer that was stopped; --abandoned gives them up"),

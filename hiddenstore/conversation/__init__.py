@@ -95,7 +95,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Source:
-    """One file or one split. ``size`` is its bytes, ``count`` its rows where that is known before reading."""
+    """One file or one split. ``size`` is its bytes, a parquet file's unpacked; ``count`` its rows where that is known
+    before reading."""
 
     label: str
     size: int

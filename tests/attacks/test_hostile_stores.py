@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from hiddenstore.care.gc import gc
+from hiddenstore.cli import main
 from hiddenstore.errors import CorruptionError, FormatError, HiddenstoreError, StorageError
 from hiddenstore.files import layout
 from hiddenstore.files.documents import canonical, seal, sha256_hex
@@ -203,6 +207,33 @@ def test_a_link_in_place_of_a_segment_file_reads_exact_bytes_or_fails(tmp_path: 
     victim.symlink_to(secret)
     with pytest.raises(CorruptionError):
         read_everything(store)
+
+
+@pytest.mark.parametrize("folder", ["segments", "index"])
+def test_gc_removes_nothing_where_a_linked_folder_leads_to_somebody_elses_files(tmp_path: Path, folder: str) -> None:
+    """Among them is one whose name is that of garbage."""
+    store = make_store(tmp_path, samples=2)
+    unit = store.commits()[0].unit
+    theirs = tmp_path / "projects" / {"segments": f"{unit}-20240101", "index": ".tmp-20240101"}[folder]
+    shutil.rmtree(Path(store.path, folder), ignore_errors=True)
+    Path(store.path, folder).symlink_to("../projects")
+    theirs.mkdir(parents=True)
+    (theirs / "thesis.txt").write_text("years of work")
+    sweep = gc(store.path, dry_run=False, older_than_s=0)
+    assert [item.path for item in sweep.elsewhere] == [f"{folder}/{theirs.name}"]
+    assert sweep.remove == []
+    assert (theirs / "thesis.txt").read_text() == "years of work"
+    said = CliRunner().invoke(main, ["gc", str(store.path), "--older-than", "0", "-y"])
+    assert said.exit_code == 0
+    assert f"leads out of the store, to {theirs.parent}" in said.output
+
+
+def test_gc_sweeps_a_store_that_is_itself_behind_a_link(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples=2)
+    Path(store.path, "commits", ".tmp-1").write_bytes(b"")
+    (tmp_path / "link").symlink_to("store")
+    assert len(gc(tmp_path / "link", dry_run=False, older_than_s=0).remove) == 1
+    assert not Path(store.path, "commits", ".tmp-1").exists()
 
 
 def test_a_named_pipe_in_place_of_a_document_does_not_hang(tmp_path: Path) -> None:

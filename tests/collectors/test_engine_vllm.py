@@ -144,14 +144,62 @@ def test_a_key_is_sent_only_from_the_variable_that_is_named(
     ],
     ids=["prefix-cache", "cut", "other-tokens", "fewer-layers", "narrower"],
 )
-def test_states_of_something_else_are_refused_and_their_files_removed(
+def test_states_of_something_else_are_refused_and_their_files_removed_unless_they_are_of_other_tokens(
     target: EngineTarget, double: VllmDouble, options: EngineOptions, damage: object, kind: str
 ) -> None:
     double.damage = damage  # type: ignore[assignment]
     with pytest.raises(HiddenstoreError) as caught:
         VllmServer(target, options).capture(requests((9,)))
     assert caught.value.kind == kind
-    assert list(double.folder.iterdir()) == []
+    assert bool(list(double.folder.iterdir())) == (kind == "engine-tokens")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "kind"),
+    [
+        ({"weight": torch.zeros(3)}, "engine-file"),
+        ({"token_ids": torch.arange(5)}, "engine-file"),
+        ({"token_ids": torch.arange(5), "hidden_states": torch.zeros(5, 3, 64)}, "engine-tokens"),
+    ],
+    ids=["weights", "half-of-it", "states-of-other-tokens"],
+)
+def test_a_file_that_a_server_calls_its_own_and_is_not_stays(
+    target: EngineTarget,
+    double: VllmDouble,
+    options: EngineOptions,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tensors: dict[str, torch.Tensor],
+    kind: str,
+) -> None:
+    files = tmp_path / "model.safetensors", tmp_path / "model.safetensors.lock"
+    save_file(tensors, files[0])
+    files[1].touch()
+    answer_with(monkeypatch, double, files[0])
+    with pytest.raises(HiddenstoreError) as caught:
+        VllmServer(target, options).capture(requests((9,)))
+    assert caught.value.kind == kind
+    assert all(file.exists() for file in files)
+
+
+def test_a_server_that_names_a_second_folder_is_refused_and_nothing_there_removed(
+    target: EngineTarget, double: VllmDouble, options: EngineOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = VllmServer(target, options)
+    engine.capture(requests((9,)))
+    mine = tmp_path / "mine.safetensors"
+    mine.write_bytes(b"mine")
+    answer_with(monkeypatch, double, mine)
+    with pytest.raises(ConfigError, match=r"states are in .* and .*, expected one folder") as caught:
+        engine.capture(requests((9,)))
+    assert caught.value.kind == "server-unfit"
+    assert mine.read_bytes() == b"mine"
+
+
+def answer_with(monkeypatch: pytest.MonkeyPatch, double: VllmDouble, file: Path) -> None:
+    """The server says of every request that its states are in ``file``."""
+    complete, params = double.complete, {"kv_transfer_params": {"hidden_states_path": str(file)}}
+    monkeypatch.setattr(double, "complete", lambda asked: complete(asked) | params)
 
 
 def test_a_stop_leaves_no_file(target: EngineTarget, double: VllmDouble, options: EngineOptions) -> None:

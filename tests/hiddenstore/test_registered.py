@@ -3,6 +3,7 @@
 import hashlib
 import io
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -55,6 +56,16 @@ def test_a_file_without_its_own_digest_reads_and_registers_again() -> None:
     fs.disk.overwrite(f"{fs.root}/{path}", data)
     assert register_input(Store.open(fs), memory_input(3)) == PREPARED.info.digest
     assert fs.read(path) == data
+
+
+def test_a_file_whose_rows_share_their_bytes_is_damage_before_they_are_memory() -> None:
+    sink, row = io.BytesIO(), pq.read_table(io.BytesIO(DATA)).slice(0, 1)
+    pq.write_table(row.take(np.zeros(1_000_000, np.int64)), sink)
+    fs = FaultFilesystem()
+    digest = next(iter(make_store(fs, samples=3).inputs()))
+    fs.disk.overwrite(f"{fs.root}/{layout.input_path(digest)}", sink.getvalue())
+    with pytest.raises(CorruptionError, match="its rows take more than 32 times its size"):
+        _ = RegisteredInput(fs, digest).units
 
 
 def test_verify_notes_which_input_is_gone_and_registering_brings_it_back() -> None:

@@ -64,6 +64,50 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         DraftVocab.load(path, 9)
 
 
+@pytest.mark.parametrize(
+    "d2t",
+    [
+        torch.zeros(3, dtype=torch.complex64),
+        torch.zeros(3),
+        torch.zeros(3, dtype=torch.int64).to_sparse(),
+        torch.zeros(3, dtype=torch.int64, device="meta"),
+        torch.zeros(1, dtype=torch.int64).expand(1 << 40),
+        torch.zeros(1, dtype=torch.int64).expand(3),
+        torch.zeros(10, dtype=torch.int64),
+        torch.zeros(3, 1, dtype=torch.int64),
+        "d2t",
+    ],
+    ids=["complex", "float", "sparse", "meta", "terabytes", "repeated", "longer", "matrix", "text"],
+)
+def test_a_torch_file_whose_d2t_is_no_list_of_whole_numbers_is_refused(tmp_path: Path, d2t: object) -> None:
+    torch.save({"d2t": d2t}, tmp_path / "d2t.pt")
+    with pytest.raises(ConfigError, match=r"d2t\.pt holds no tensor d2t \[U\] of at most 9 whole numbers"):
+        DraftVocab.load(tmp_path / "d2t.pt", 9)
+
+
+@pytest.mark.parametrize("shape", ["(1099511627776,)", "(" * 3000, "(-1,)", "(2, True)"])
+def test_a_npy_file_whose_header_lies_is_refused(tmp_path: Path, shape: str) -> None:
+    header = f"{{'descr': '<i8', 'fortran_order': False, 'shape': {shape}}}\n".encode()
+    path = tmp_path / "d2t.npy"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(80))
+    with pytest.raises((CorruptionError, ConfigError), match=r"d2t\.npy"):
+        DraftVocab.load(path, 9)
+
+
+def test_a_torch_that_may_run_code_of_a_file_opens_no_vocabulary_of_strangers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocab = DraftVocab.of_ids(torch.tensor([1, 4, 7]), 9)
+    torch.save(vocab.d2t, tmp_path / "d2t.pt")
+    (tmp_path / "vocab.safetensors").write_bytes(vocab.save_bytes())
+    monkeypatch.setattr(torch, "__version__", "2.9.1")
+    monkeypatch.setattr(torch, "load", lambda *_words, **_more: pytest.fail("it was opened"))
+    with pytest.raises(ConfigError, match="cannot read torch files of strangers safely") as caught:
+        DraftVocab.load(tmp_path / "d2t.pt", 9)
+    assert caught.value.kind == "pickle-refused"
+    assert DraftVocab.load(tmp_path / "vocab.safetensors", 9).size == 3
+
+
 def test_a_flipped_bit_of_a_vocabulary_is_damage_and_never_another_vocabulary(tmp_path: Path) -> None:
     vocab, path = DraftVocab.of_ids(torch.tensor([1, 4, 7]), 9), tmp_path / "vocab.safetensors"
     data = vocab.save_bytes()

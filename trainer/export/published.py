@@ -26,6 +26,7 @@ from hiddenstore.errors import ConfigError, ConflictError, HiddenstoreError, Kin
 from hiddenstore.files.damage import raise_refusal
 from hiddenstore.files.documents import foreign_json
 from hiddenstore.files.lock import FolderLock
+from hiddenstore.files.pickles import SAFE_TORCH
 from hiddenstore.fs import require_local
 from hiddenstore.fs.seam import storage_error, storage_errors
 from hiddenstore.store import Store
@@ -43,7 +44,6 @@ from trainer.train import checkpoint
 from trainer.train.run_folder import RUN_JSON, create, load_weights, read_facts, refuse_existing
 from trainer.vocab import DraftVocab, count_store, coverage
 
-SAFE_TORCH = Version("2.10")
 MASK_FILE = "mask_embedding.pt"
 """Beside a published DFlash's weights; vLLM's ``qwen3_dflash.py`` puts it in place of the target's."""
 _TRAINER_S = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")

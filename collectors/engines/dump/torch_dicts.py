@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from packaging.version import Version
 from torch import Tensor
 
 from collectors.engines.dump.peer import (
@@ -32,27 +31,16 @@ from collectors.engines.dump.peer import (
     states_of,
     token_ids,
 )
-from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.files.pickles import require_safe_torch
 from hiddenstore.targets.folder import first_line
 from schemas.capture import NormState
 
-SAFE_TORCH = Version("2.10")
 MIB = 1 << 20
 TAIL = 1 << 17
 """More than the directory's end and the longest comment."""
 # Hidden states in bf16 shrink to about 0.7 of their bytes: what unpacks to far more is no dump.
 MOST_UNPACKED = 64
 SMALL = 64 * MIB
-
-
-def require_safe_torch() -> None:
-    """ConfigError ``pickle-refused`` for a torch whose ``weights_only`` can be talked into running code."""
-    if Version(torch.__version__) < SAFE_TORCH:
-        raise ConfigError(
-            f"torch {torch.__version__} cannot read torch files of strangers safely (CVE-2026-24747), {SAFE_TORCH} can",
-            kind=Kind.PICKLE_REFUSED,
-            hint=f"pip install 'torch>={SAFE_TORCH}'",
-        )
 
 
 def read_dicts(path: Path, is_list: bool = False) -> list[Mapping[str, Any]]:
