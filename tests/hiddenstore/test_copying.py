@@ -362,6 +362,15 @@ def test_a_store_cannot_be_copied_onto_or_into_itself(tmp_path: Path, inside: st
     assert len(open_copy([source], beside).units) == 1
 
 
+def test_a_copy_does_not_hide_a_snapshot_behind_a_folder_of_its_name(tmp_path: Path) -> None:
+    source = make_store(tmp_path, samples=2)
+    source.save_snapshot("v1")
+    with pytest.raises(ConfigError, match="snapshot v1 of the store") as caught:
+        open_copy([source], f"{source.path}@v1", "raw")
+    assert caught.value.kind == "usage"
+    assert not Path(f"{source.path}@v1").exists()
+
+
 def test_an_empty_choice_is_an_error(tmp_path: Path) -> None:
     source = make_store(tmp_path, samples=2)
     with pytest.raises(ConfigError, match="no sample") as caught:

@@ -7,7 +7,7 @@ import pytest
 
 from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.cli import main
-from hiddenstore.errors import ConflictError, CorruptionError, StorageError
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, StorageError
 from hiddenstore.files.lock import WRITER, FolderLock
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.inspect.samples import parse_where
@@ -86,6 +86,23 @@ def test_a_store_is_not_pushed_into_itself(tmp_path: Path, capsys: pytest.Captur
             main(["push", store.path, f"{store.path}/{place}"])
         assert "cannot be pushed into itself" in capsys.readouterr().err
     assert tree(tmp_path) == before
+
+
+def test_neither_a_push_nor_a_pull_hides_a_snapshot_behind_a_folder_of_its_name(
+    remote: Remote, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = made(tmp_path / "one", 5)
+    store.save_snapshot("v1")
+    push(store, remote)
+    with pytest.raises(ConfigError, match="snapshot v1 of the store") as caught:
+        pull(remote, Path(f"{store.path}@v1"), silent)  # type: ignore[arg-type]
+    assert caught.value.kind == "usage"
+    with pytest.raises(SystemExit, match="2"):
+        main(["push", store.path, f"{store.path}@v1"])
+    assert f"fix: another place, such as {store.path}-v1" in " ".join(capsys.readouterr().err.split())
+    assert not Path(f"{store.path}@v1").exists()
+    pull(remote, tmp_path / "qwen@main", silent)  # type: ignore[arg-type]
+    assert contents(Store.open(tmp_path / "qwen@main")) == contents(store)
 
 
 def test_a_store_of_the_same_capture_and_other_text_takes_nobody_s_place(remote: Remote, tmp_path: Path) -> None:
