@@ -402,10 +402,14 @@ class Store:
         return self.to_arrow().to_pandas()
 
     def inputs(self) -> "dict[str, RegisteredInput]":
-        """The inputs this store was asked to hold, by digest."""
+        """The inputs this store was asked to hold, by digest; of a snapshot, those that its records name."""
         from hiddenstore.inputs import registered_inputs
 
-        return registered_inputs(self.fs)
+        registered = registered_inputs(self.fs)
+        if not self.is_frozen:
+            return registered
+        named = {record.input for record in self.commits()}
+        return {digest: item for digest, item in registered.items() if digest in named}
 
     def snapshot(self, name: str = "now") -> Snapshot:
         """What this object sees, frozen; in memory only."""
