@@ -423,12 +423,12 @@ class Store:
         except StorageError as error:
             # It may lie there although the answer was lost, and somebody may read it.
             with suppress(StorageError, NotFoundError):
-                if error.kind == Kind.REPLY_LOST and load_snapshot(self.fs, name) == snapshot:
+                if error.kind == Kind.REPLY_LOST and load_snapshot(self.fs, name).commits == snapshot.commits:
                     return snapshot
             raise
         if not is_new:
             stored = load_snapshot(self.fs, name)
-            if stored != snapshot:
+            if stored.commits != snapshot.commits:
                 raise ConflictError(
                     f"{self.path} has another snapshot {name!r} already: {stored.samples:,} samples stored, "
                     f"{snapshot.samples:,} asked",
