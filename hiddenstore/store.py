@@ -405,11 +405,11 @@ class Store:
         """The inputs this store was asked to hold, by digest; of a snapshot, those that its records name."""
         from hiddenstore.inputs import registered_inputs
 
-        registered = registered_inputs(self.fs)
+        inputs = registered_inputs(self.fs)
         if not self.is_frozen:
-            return registered
-        named = {record.input for record in self.commits()}
-        return {digest: item for digest, item in registered.items() if digest in named}
+            return inputs
+        digests = {record.input for record in self.commits()}
+        return {digest: item for digest, item in inputs.items() if digest in digests}
 
     def snapshot(self, name: str = "now") -> Snapshot:
         """What this object sees, frozen; in memory only."""

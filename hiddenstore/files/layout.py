@@ -220,12 +220,12 @@ def split_snapshot(text: str) -> tuple[str, str | None]:
     return text, None
 
 
-def refuse_snapshot(place: str | Path) -> None:
+def refuse_snapshot(location: str | Path) -> None:
     """Refuse the name of a snapshot as a place to write to: what lay there would be read in place of it. ConfigError
     ``usage``."""
-    path, snapshot = split_snapshot(str(place))
+    path, snapshot = split_snapshot(str(location))
     if snapshot is not None and open_filesystem(path).size(STORE_JSON) is not None:
-        problem = f"{place} is a name for the snapshot {snapshot} of the store {path}, which it would hide"
+        problem = f"{location} is a name for the snapshot {snapshot} of the store {path}, which it would hide"
         raise ConfigError(problem, kind=Kind.USAGE, hint=f"another place, such as {shlex.quote(f'{path}-{snapshot}')}")
 
 
