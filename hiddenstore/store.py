@@ -402,10 +402,14 @@ class Store:
         return self.to_arrow().to_pandas()
 
     def inputs(self) -> "dict[str, RegisteredInput]":
-        """The inputs this store was asked to hold, by digest."""
+        """The inputs this store was asked to hold, by digest; of a snapshot, those that its records name."""
         from hiddenstore.inputs import registered_inputs
 
-        return registered_inputs(self.fs)
+        inputs = registered_inputs(self.fs)
+        if not self.is_frozen:
+            return inputs
+        digests = {record.input for record in self.commits()}
+        return {digest: item for digest, item in inputs.items() if digest in digests}
 
     def snapshot(self, name: str = "now") -> Snapshot:
         """What this object sees, frozen; in memory only."""
@@ -419,12 +423,12 @@ class Store:
         except StorageError as error:
             # It may lie there although the answer was lost, and somebody may read it.
             with suppress(StorageError, NotFoundError):
-                if error.kind == Kind.REPLY_LOST and load_snapshot(self.fs, name) == snapshot:
+                if error.kind == Kind.REPLY_LOST and load_snapshot(self.fs, name).commits == snapshot.commits:
                     return snapshot
             raise
         if not is_new:
             stored = load_snapshot(self.fs, name)
-            if stored != snapshot:
+            if stored.commits != snapshot.commits:
                 raise ConflictError(
                     f"{self.path} has another snapshot {name!r} already: {stored.samples:,} samples stored, "
                     f"{snapshot.samples:,} asked",

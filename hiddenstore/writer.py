@@ -59,7 +59,7 @@ def create_store(
     ``target_files`` are published under ``target/`` before ``store.json`` names them, and again where one is gone.
     ``container`` None is that of the store, of a new one ``default_container``. Raises ConflictError:
     ``store-mismatch`` listing every difference; ``target-files-differ`` when an unfinished creation left other files
-    under ``target/``; ``output-exists``: it holds somebody's files."""
+    under ``target/``; ``output-exists``: it holds somebody's files; ConfigError ``usage``: a snapshot's name."""
     fs = open_filesystem(location)
     entries = tuple(
         FileEntry(path=name, size=len(data), sha256=sha256_hex(data)) for name, data in sorted(target_files.items())
@@ -111,13 +111,14 @@ def _packages(capture: CaptureSpec, container: str) -> dict[PackageRole, Package
 
 
 def require_place(location: str | Path | Filesystem) -> None:
-    """Refuse what a store can neither be nor become: ConflictError ``output-exists``. What a store is made of may be
-    there, by another rank or a crash."""
+    """Refuse what a store can neither be nor become: ConflictError ``output-exists``; ConfigError ``usage``: the name
+    of a snapshot. What a store is made of may be there, by another rank or a crash."""
     fs, hint = open_filesystem(location), "give a new folder: -o STORE"
     if not is_address(fs.root) and Path(fs.root).is_file():
         raise ConflictError(f"{fs.root} is a file, not a store", kind=Kind.OUTPUT_EXISTS, hint=hint)
     if fs.size(layout.STORE_JSON) is not None:
         return
+    layout.refuse_snapshot(fs.root)
     foreign = [name for name in fs.list("") if name not in layout.TOP_NAMES and not name.startswith(".")]
     if foreign:
         problem = f"{fs.root} is no store and not empty: it holds {', '.join(foreign[:3])}{' …' if foreign[3:] else ''}"

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hiddenstore.errors import StorageError
+from hiddenstore.fs.publish import replace_file
 from tests.tiny_world import LAYERS, TRAIN, World, error_of, run, tree
 from tests.tmpfs import mounted
 
@@ -132,6 +134,26 @@ def test_a_read_only_folder_is_named(
     assert "[permission-denied]" in message
     assert str(read_only) in message
     assert list(read_only.iterdir()) == []
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_measured(
+    world: World, read_only: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[object] = []
+    for module, name in (("hiddenstore.report.store", "store_page"), ("trainer.report", "measure")):
+        monkeypatch.setattr(f"{module}.{name}", lambda *words: measured.append(words))
+    for source in ("store", "run"):
+        assert run("report", *world.named((source,)), "-o", str(read_only / "page.html")) == STORAGE
+        message, _ = error_of(capsys.readouterr().err)
+        assert message.startswith(f"{read_only / 'page.html'}: ")
+        assert message.endswith("[permission-denied]")
+    assert measured == []
+
+
+def test_what_no_file_can_be_made_for_is_named_and_not_the_one_that_becomes_it(read_only: Path) -> None:
+    with pytest.raises(StorageError, match=f"^{read_only}/table.md: ") as caught:
+        replace_file(read_only / "table.md", b"")
+    assert caught.value.kind == "permission-denied"
 
 
 def test_sources_that_cannot_be_deleted_are_imported_all_the_same(

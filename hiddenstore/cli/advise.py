@@ -11,6 +11,7 @@ from hiddenstore.codecs.recipes import get_recipe, recipe_name
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.progress import Progress
 from hiddenstore.errors import Kind, NotFoundError, StorageError
+from hiddenstore.files.layout import split_snapshot
 from hiddenstore.inspect.choice import RecipeLimits, choose, paired_lines, refusal_lines, verdict
 
 if TYPE_CHECKING:
@@ -118,7 +119,8 @@ def advise(
     output().data(document, human=lambda: _show(advice, bytes_raw, refused), quiet=advice.chosen)
     words = ("--target", target) if target and get_recipe(advice.chosen).final == REBUILT else ()
     if opened.manifest.recipe != advice.chosen:
-        output().hint("hiddenstore", "copy", store, f"{store}-{advice.chosen}", "--recipe", advice.chosen, *words)
+        beside = f"{split_snapshot(store)[0].rstrip('/')}-{advice.chosen}"
+        output().hint("hiddenstore", "copy", store, beside, "--recipe", advice.chosen, *words)
     else:
         output().hint("hiddenstore", "info", store)
 

@@ -42,7 +42,8 @@ def info(store: str) -> None:
     elif document["samples"]:
         output().hint("hiddenstore", "show", store, "0")
     else:
-        output().hint("hiddenstore", "collect", "DATA", "-o", store, *target_words(opened.capture.target))
+        words = target_words(opened.capture.target)
+        output().hint("hiddenstore", "collect", "DATA", "-o", split_snapshot(store)[0], *words)
 
 
 def _show_info(document: Mapping[str, Any]) -> None:
@@ -293,7 +294,7 @@ def stats(store: str) -> None:
 
     document = facts.stats(open_store(store))
     output().data(document, human=lambda: _show_stats(document))
-    output().hint("hiddenstore", "verify", store, "--meaning")
+    output().hint("hiddenstore", "verify", split_snapshot(store)[0], "--meaning")
 
 
 def _show_stats(document: Mapping[str, Any]) -> None:
@@ -383,7 +384,7 @@ def diff(a: str, b: str, samples: int, tolerance: float | None) -> None:
     elif comparison.only_a or comparison.only_b:
         output().hint("hiddenstore", "copy", a, b, "merged-store")
     else:
-        output().hint("hiddenstore", "verify", b, "--meaning")
+        output().hint("hiddenstore", "verify", split_snapshot(b)[0], "--meaning")
     if comparison.different if tolerance is None else document["beyond_tolerance"]:
         raise click.exceptions.Exit(_DIFFERENT_EXIT)
 

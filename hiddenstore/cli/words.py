@@ -3,6 +3,7 @@
 Where it is something else, that is said while click reads the words of a command, before the command imports torch.
 """
 
+import shlex
 from collections.abc import Callable, Iterable
 from math import isfinite
 from pathlib import Path
@@ -80,7 +81,7 @@ def _require_no_snapshot(text: str) -> None:
     path, snapshot = split_snapshot(text)
     if snapshot is not None:
         problem = f"{text} names a snapshot, and this command is of all of a store"
-        raise ConfigError(problem, kind=Kind.USAGE, hint=f"the same command with {path}")
+        raise ConfigError(problem, kind=Kind.USAGE, hint=f"the same command with {shlex.quote(path)}")
     _require_store(text)
 
 

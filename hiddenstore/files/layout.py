@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
+from hiddenstore.fs import open_filesystem
 
 STORE_JSON = "store.json"
 TARGET_DIR = "target"
@@ -217,6 +218,15 @@ def split_snapshot(text: str) -> tuple[str, str | None]:
     if at and path and snapshot and not Path(text).exists() and "/" not in snapshot:
         return path, snapshot
     return text, None
+
+
+def refuse_snapshot(location: str | Path) -> None:
+    """Refuse the name of a snapshot as a place to write to: what lay there would be read in place of it. ConfigError
+    ``usage``."""
+    path, snapshot = split_snapshot(str(location))
+    if snapshot is not None and open_filesystem(path).size(STORE_JSON) is not None:
+        problem = f"{location} is a name for the snapshot {snapshot} of the store {path}, which it would hide"
+        raise ConfigError(problem, kind=Kind.USAGE, hint=f"another place, such as {shlex.quote(f'{path}-{snapshot}')}")
 
 
 def is_slice(name: str) -> bool:

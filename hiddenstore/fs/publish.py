@@ -196,7 +196,9 @@ def replace_file(path: Path, data: bytes) -> None:
     except OSError as error:
         raise storage_error(error, str(path)) from error
     finally:
-        hidden.unlink(missing_ok=True)
+        # A disk that cannot be written refuses this too, of what is not there, and is told by the error above.
+        with suppress(OSError):
+            hidden.unlink()
 
 
 def sweep_killed(folder: Path, name: str | None = None) -> None:

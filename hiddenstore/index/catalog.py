@@ -423,14 +423,14 @@ def _units(catalog: Catalog) -> list[str]:
 
 
 def make_snapshot(name: str, catalog: Catalog) -> Snapshot:
-    """A frozen list of records with their digests, sorted by unit."""
+    """A frozen list of records with their digests, sorted by unit; a sample that is stored twice is counted once."""
     units = _units(catalog)
     order = sorted(range(len(units)), key=units.__getitem__)
     return Snapshot(
         name=name,
         commits=tuple(SnapshotEntry(record=catalog.names[place], sha256=catalog.digests[place]) for place in order),
-        samples=int(catalog.facts["samples"].sum()),
-        tokens=int(catalog.facts["tokens"].sum()),
+        samples=int(catalog.facts["samples"].sum()) - catalog.repeats,
+        tokens=int(catalog.facts["tokens"].sum()) - (int(catalog.dropped.tokens.sum()) if catalog.repeats else 0),
     )
 
 

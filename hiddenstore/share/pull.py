@@ -15,7 +15,7 @@ from threading import Event
 
 from hiddenstore.console.text import plural
 from hiddenstore.errors import ConflictError, CorruptionError, Kind, NotFoundError, StorageError
-from hiddenstore.files.layout import COMMITS_DIR, INDEX_DIR, SNAPSHOTS_DIR, STORE_JSON
+from hiddenstore.files.layout import COMMITS_DIR, INDEX_DIR, SNAPSHOTS_DIR, STORE_JSON, refuse_snapshot
 from hiddenstore.fs.disk import lock
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import make_folder, replace_file, sweep_killed
@@ -74,7 +74,8 @@ def pull(remote: Remote, out: Path, begin: Begin) -> PullReport:
     Raises NotFoundError: ``push-unfinished``, nothing whole was pushed there; ConflictError: ``output-exists``: the
     folder holds something else, or samples that a repair dropped there, or another pull writes it; CorruptionError:
     ``file-corrupt``: bytes came twice that are not those that were pushed; StorageError: disk or place refused;
-    ``disk-full`` before the first byte where it can be known."""
+    ``disk-full`` before the first byte where it can be known; ConfigError: ``usage``: ``out`` names a snapshot."""
+    refuse_snapshot(out)
     digests = read_sums(remote)
     sizes = {path: remote.size(path) for path in digests}
     absent = SUMS if not digests else next((path for path, size in sizes.items() if size is None), None)

@@ -56,13 +56,14 @@ class PushReport:
 
 
 def require_place(remote: Remote, source: str, is_store: bool) -> None:
-    """Refuse a repository of the other kind, and one at a revision: ConfigError ``address-invalid``; a place inside of
-    what is pushed: ConflictError ``output-exists``."""
+    """Refuse a repository of the other kind, and one at a revision: ConfigError ``address-invalid``; the name of a
+    snapshot: ``usage``; a place inside of what is pushed: ConflictError ``output-exists``."""
     if not isinstance(remote, HubRemote):
         place, whole = open_filesystem(remote.address).address, open_filesystem(source).address
         if f"{place}/".startswith(f"{whole}/"):
             problem, hint = f"{source} cannot be pushed into itself, {remote.address}", "name a place outside of it"
             raise ConflictError(problem, kind=Kind.OUTPUT_EXISTS, hint=hint)
+        layout.refuse_snapshot(remote.address)
         return
     kind, plain = ("dataset", "hf://datasets/") if is_store else ("model", "hf://")
     if remote.kind != kind or remote.revision:

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,38 @@ def test_info_opens_a_snapshot_after_an_at_sign(tmp_path: Path) -> None:
     missing = run("info", f"{made.path}@v2")
     assert missing.exit_code == 2
     assert "it has v1" in missing.stderr
+
+
+def pasted(result: Result) -> list[str]:
+    """The words of the next command that a command printed."""
+    assert result.exit_code in (0, 3), result.stderr
+    return shlex.split(result.stderr.partition("next: hiddenstore ")[2])
+
+
+@pytest.mark.parametrize("command", ["info", "ls", "stats", "log", "diff", "advise"])
+def test_the_next_command_after_a_look_at_a_snapshot_runs_as_it_is_printed(tmp_path: Path, command: str) -> None:
+    store = make_store(tmp_path / "of mine", samples=4, codec="bf16")
+    store.save_snapshot("v1")
+    frozen = f"{store.path}@v1"
+    words = pasted(run(command, frozen, frozen) if command == "diff" else run(command, frozen))
+    result = run(*words)
+    assert result.exit_code in (0, 3), (words, result.stderr)
+    copies = [path.name for path in tmp_path.glob("of mine/*") if path.name not in ("store", "data")]
+    assert copies == (["store-safe"] if command == "advise" else [])
+
+
+def test_an_empty_snapshot_sends_to_a_collect_into_its_store(tmp_path: Path) -> None:
+    empty = create_store(tmp_path / "empty", capture_spec(), HEAD, "safe", target_files())
+    empty.save_snapshot("v1")
+    assert pasted(run("info", f"{empty.path}@v1"))[:4] == ["collect", "DATA", "-o", empty.path]
+
+
+def test_a_snapshot_where_all_of_a_store_is_meant_is_refused_with_its_path_quoted(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "of mine", samples=4)
+    store.save_snapshot("v1")
+    result = run("verify", f"{store.path}@v1")
+    assert result.exit_code == 2
+    assert shlex.split(result.stderr.partition("fix: the same command with ")[2]) == [store.path]
 
 
 def test_a_folder_with_an_at_sign_in_its_name_is_a_folder(tmp_path: Path) -> None:

@@ -284,6 +284,26 @@ def test_a_source_that_grew_adds_to_the_copy_and_what_is_there_is_not_written_ag
     assert before.items() <= segment_bytes(found).items()
 
 
+def test_a_copy_of_a_snapshot_is_whole_and_knows_nothing_of_what_was_added_later(tmp_path: Path) -> None:
+    source = make_store(tmp_path, samples=5)
+    first = source.sample_ids
+    source.save_snapshot("v1")
+    later = memory_input(4, seed=1)
+    register_input(source, later)
+    for unit in later.units():
+        records = random_records(unit.samples, source.capture, 1)
+        write_unit(source, unit.name, later.info.digest, records, (), ENGINE)
+    plan = open_copy([Store.open(source.fs, "v1")], tmp_path / "copy")
+    run_copy(plan)
+    assert plan.unavailable == 0
+    assert verify(tmp_path / "copy", "bytes").ok
+    assert Store.open(tmp_path / "copy").sample_ids == first
+    assert set(Store.open(tmp_path / "copy").inputs()) == {record.input for record in source.commits()} - {
+        later.info.digest
+    }
+    assert len(copy([Store.open(source.fs)], tmp_path / "copy")) == 9
+
+
 def test_a_unit_in_two_sources_is_copied_once(tmp_path: Path) -> None:
     source = make_store(tmp_path, samples=4)
     plan = open_copy([source, source], tmp_path / "copy")
@@ -360,6 +380,15 @@ def test_a_store_cannot_be_copied_onto_or_into_itself(tmp_path: Path, inside: st
     assert caught.value.kind == "output-exists"
     beside = f"{source.path}-copy"
     assert len(open_copy([source], beside).units) == 1
+
+
+def test_a_copy_does_not_hide_a_snapshot_behind_a_folder_of_its_name(tmp_path: Path) -> None:
+    source = make_store(tmp_path, samples=2)
+    source.save_snapshot("v1")
+    with pytest.raises(ConfigError, match="snapshot v1 of the store") as caught:
+        open_copy([source], f"{source.path}@v1", "raw")
+    assert caught.value.kind == "usage"
+    assert not Path(f"{source.path}@v1").exists()
 
 
 def test_an_empty_choice_is_an_error(tmp_path: Path) -> None:

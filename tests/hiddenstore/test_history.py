@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from hiddenstore.care.stored_unit import recapture_unit
 from hiddenstore.cli import main
 from hiddenstore.files import layout
+from hiddenstore.files.documents import seal
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import (
     ENGINE,
@@ -170,6 +171,21 @@ def test_a_snapshot_is_made_listed_and_removed_by_name(lived: Store) -> None:
     assert (missing.exit_code, "snapshot-missing" in missing.stderr) == (2, True)
     taken = CliRunner().invoke(main, ["snapshot", lived.path, "lossy"])
     assert (taken.exit_code, "output-exists" in taken.stderr) == (6, True)
+
+
+def test_a_snapshot_counts_what_info_counts_where_samples_are_stored_twice(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    again = make_samples(3)
+    write_unit(store, "again", next(iter(store.inputs())), random_records(again, store.capture), (), ENGINE)
+    info = run_json("info", store.path)
+    assert info["duplicates"] == len(again)
+    (listed,) = run_json("snapshot", store.path, "v1")["snapshots"]
+    assert (listed["samples"], listed["tokens"]) == (info["samples"], info["tokens"])
+    frozen = Store.open(store.path, "v1")
+    # Lists that are frozen already may count a sample that is stored twice twice.
+    counted = frozen.snapshot("v1").model_copy(update={"samples": frozen.totals["samples"]})
+    Path(store.path, layout.snapshot_path("v1")).write_bytes(seal(counted))
+    assert Store.open(store.path).save_snapshot("v1").commits == counted.commits
 
 
 def test_diff_compares_any_two_snapshots_of_one_store(lived: Store) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from hiddenstore.care.copy import open_copy, run_copy
 from hiddenstore.cli import main
-from hiddenstore.errors import ConflictError, CorruptionError, StorageError
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, StorageError
 from hiddenstore.files.lock import WRITER, FolderLock
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.inspect.samples import parse_where
@@ -17,8 +17,10 @@ from hiddenstore.share.pull import pull
 from hiddenstore.share.push import open_staging, push_store
 from hiddenstore.share.remote import SUMS, Remote, StorageRemote
 from hiddenstore.store import Store
-from hiddenstore.testing.builders import make_store
+from hiddenstore.testing.builders import make_store, memory_input
 from hiddenstore.testing.workload import contents
+from hiddenstore.verify import verify
+from hiddenstore.writer import register_input
 from tests.accepting import repair_all
 from tests.hiddenstore.hub_double import in_place_of_the_hub
 from tests.tiny_world import run, tree
@@ -86,6 +88,23 @@ def test_a_store_is_not_pushed_into_itself(tmp_path: Path, capsys: pytest.Captur
             main(["push", store.path, f"{store.path}/{place}"])
         assert "cannot be pushed into itself" in capsys.readouterr().err
     assert tree(tmp_path) == before
+
+
+def test_neither_a_push_nor_a_pull_hides_a_snapshot_behind_a_folder_of_its_name(
+    remote: Remote, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = made(tmp_path / "one", 5)
+    store.save_snapshot("v1")
+    push(store, remote)
+    with pytest.raises(ConfigError, match="snapshot v1 of the store") as caught:
+        pull(remote, Path(f"{store.path}@v1"), silent)  # type: ignore[arg-type]
+    assert caught.value.kind == "usage"
+    with pytest.raises(SystemExit, match="2"):
+        main(["push", store.path, f"{store.path}@v1"])
+    assert f"fix: another place, such as {store.path}-v1" in " ".join(capsys.readouterr().err.split())
+    assert not Path(f"{store.path}@v1").exists()
+    pull(remote, tmp_path / "qwen@main", silent)  # type: ignore[arg-type]
+    assert contents(Store.open(tmp_path / "qwen@main")) == contents(store)
 
 
 def test_a_store_of_the_same_capture_and_other_text_takes_nobody_s_place(remote: Remote, tmp_path: Path) -> None:
@@ -218,6 +237,17 @@ def test_a_staging_folder_that_is_to_hold_samples_of_another_choice_is_refused(t
     assert not len(Store.open(staging))
     with pytest.raises(ConflictError, match="holds 10 samples not among those to push"):
         open_staging(store, staging, parse_where([], "validation"), None, False)
+
+
+def test_a_snapshot_is_pushed_without_the_ids_of_what_was_added_later(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "one", samples=5)
+    store.save_snapshot("v1")
+    register_input(store, memory_input(4, seed=1))
+    assert len(store.inputs()) == 2
+    main(["push", f"{store.path}@v1", f"{tmp_path}/place"], standalone_mode=False)
+    pushed = Store.open(tmp_path / "place")
+    assert (pushed.sample_ids, len(pushed.inputs())) == (store.sample_ids, 1)
+    assert verify(pushed.path, "bytes").ok
 
 
 def test_two_pushes_do_not_copy_into_one_staging_folder_at_once(

@@ -274,9 +274,9 @@ def test_a_store_below_a_folder_with_an_at_sign_and_its_snapshot_have_a_report(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     make_store(Path("jo@corp")).save_snapshot("v1")
-    for named in ("jo@corp/store", "jo@corp/store@v1"):
+    for named, name in (("jo@corp/store", "store"), ("jo@corp/store@v1", "store@v1")):
         result = run("report", named, "--samples", "0", "--measure", "1", "-q")
-        assert (result.exit_code, result.stdout) == (0, "store-report.html\n"), result.stderr
+        assert (result.exit_code, result.stdout) == (0, f"{name}-report.html\n"), result.stderr
 
 
 def test_a_file_that_is_no_report_is_never_replaced(store: Store, tmp_path: Path) -> None:

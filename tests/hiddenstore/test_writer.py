@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import hiddenstore
 from hiddenstore import writer
-from hiddenstore.errors import ConflictError, Kind, StorageError
+from hiddenstore.errors import ConfigError, ConflictError, Kind, StorageError
 from hiddenstore.files import layout
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.store import Store
@@ -61,6 +62,20 @@ def test_another_capture_is_refused_with_every_difference() -> None:
         "  capture.aux_layers: [1, 3] stored, [1, 4] asked",
         "  capture.final: supervised stored, all asked",
     ]
+
+
+def test_no_store_takes_the_name_of_a_snapshot_of_another(tmp_path: Path) -> None:
+    store = create_store(tmp_path / "store", CAPTURE, HEAD, "safe", target_files(width=8))
+    write(store)
+    store.save_snapshot("v1")
+    for name in ("v1", "later"):
+        with pytest.raises(ConfigError, match=f"snapshot {name} of the store .*, which it would hide") as caught:
+            create_store(f"{store.path}@{name}", CAPTURE, HEAD, "safe", target_files(width=8))
+        assert (caught.value.kind, caught.value.hint) == ("usage", f"another place, such as {store.path}-{name}")
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    assert len(hiddenstore.open(f"{store.path}@v1")) == len(store.sample_ids)
+    beside_none = create_store(tmp_path / "qwen@main", CAPTURE, HEAD, "safe", target_files(width=8))
+    assert hiddenstore.open(beside_none.path).manifest == beside_none.manifest
 
 
 def test_the_name_of_a_target_is_for_people_only() -> None:

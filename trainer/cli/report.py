@@ -11,6 +11,7 @@ from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.progress import Progress
 from hiddenstore.errors import Kind, NotFoundError
 from hiddenstore.files.layout import kind_of, split_snapshot
+from hiddenstore.fs.publish import room_beside
 from hiddenstore.report.page import refuse_other_file, write_page
 
 if TYPE_CHECKING:
@@ -67,7 +68,9 @@ def report(path: str, out: str | None, samples: int, measure: int, draft_len: in
 
     The file shows text of the data set unless --samples 0 is given.
     """
-    file = _file(out or f"{Path(split_snapshot(path)[0]).name or 'store'}-report.html")
+    folder, snapshot = split_snapshot(path)
+    suffix = "" if snapshot is None else f"@{snapshot}"
+    file = _file(out or f"{Path(folder).name or 'store'}{suffix}-report.html")
     made = _run_page(path, samples, measure, draft_len) if _is_run(path) else _store_page(path, samples, measure)
     _write(made, file, {"path": path})
 
@@ -90,7 +93,8 @@ def compare(runs: tuple[str, ...], out: str | None) -> None:
 def _file(out: str) -> Path:
     """Where to write, refused before the minutes that measuring may take."""
     refuse_other_file(Path(out))
-    return Path(out)
+    with room_beside(Path(out)):
+        return Path(out)
 
 
 def _store_page(path: str, samples: int, measure: int) -> "Page":
