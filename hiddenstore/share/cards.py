@@ -111,9 +111,10 @@ def accepted_length(results: str | Path, drafter: Path | None = None) -> str:
             raise ValueError(f"schema is {given['schema']!r}")
         floor = given.get("ngram_accepted_length")
         beside = "" if floor is None else f" The best n-gram table from the same text has {floor:.3f}."
+        command = shlex.join(["hiddenstore", *words])
         text = (
             f"## Accepted length\n\n**{given['accepted_length']:.3f}** tokens a target forward, bonus token counted, "
-            f"step {given['step']:,}, {where}.{beside} Measured by:\n\n```sh\n{shlex.join(['hiddenstore', *words])}\n```"
+            f"step {given['step']:,}, {where}.{beside} Measured by:\n\n```sh\n{command}\n```"
         )
         measured = _run_name(given["run"]), int(given["step"])
     except FileNotFoundError as error:

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain, islice, tee
 from pathlib import Path
@@ -109,11 +109,9 @@ def decode(
     head, unusable = bundle_of(live.model, info.spec.head), list[str]()
     drafter = load_drafter(run, device, head=head)
     readable = read_prompts(prompts, live.tokenizer, live.identity, "validation", unusable)
-    # At least so many are read whatever becomes of them, and then it is known whether there are as many.
-    begin = list(islice(readable, count or _PROMPTS))
-    source, copy = tee(chain(begin, readable))
+    total, source, copy = _counted(readable, count or _PROMPTS)
     sampled = partial(speculate.RejectionSampling, temperature, drafter.vocab.target_ids, method=draft_sample_method)
-    with Progress("decode", total=len(begin), unit="prompts") as progress:
+    with Progress("decode", total=total, unit="prompts") as progress:
         result = speculate.decode(
             *(live, drafter, (prompt.ids for prompt in source), shapes_of(drafter, shapes)),
             speculate.DecodeLimits(count or _PROMPTS, max_new_tokens),
@@ -135,6 +133,12 @@ def decode(
     _warn_of_prompts(prompts, unusable, len(result.prompts), count)
     _judge(document, live.identity.dtype)
     output().hint("hiddenstore", "export", run, "--engine", "vllm", "-o", "drafter")
+
+
+def _counted(prompts: "Iterator[Prompt]", most: int) -> "tuple[int, Iterator[Prompt], Iterator[Prompt]]":
+    """How many there are, up to ``most``, which are read whatever becomes of them; and all of them, twice."""
+    begin = list(islice(prompts, most))
+    return len(begin), *tee(chain(begin, prompts))
 
 
 def _training_store(info: "RunInfo", live: "LiveTarget") -> "Store | None":
