@@ -131,8 +131,8 @@ def accepted_length(results: str | Path, drafter: Path | None = None) -> str:
 
 def _run_name(path: str) -> str:
     """Of a run, or of the one whose checkpoint is named; empty where it was the working folder."""
-    place = Path(path)
-    return (place.parent.parent if place.parent.name == "checkpoints" else place).name
+    folder = Path(path)
+    return (folder.parent.parent if folder.parent.name == "checkpoints" else folder).name
 
 
 def _require_measured(drafter: Path, run: str, step: int, results: str | Path) -> None:

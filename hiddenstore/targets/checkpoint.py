@@ -39,7 +39,7 @@ _BESIDE_THE_BLOCKS = re.compile(
 BLOCK_BYTES = 4096
 BLOCKS = 16
 WHOLE_BELOW_BYTES = 1 << 20
-_MOST_READ_WHOLE = 64 << 20
+_SAMPLED_FROM_BYTES = 64 << 20
 _OF_A_TARGET = (CONFIG_FILE, *TOKENIZER_FILES, QUANTISATION_FILE, "adapter_config.json")
 _ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".jinja", ".model", ".tiktoken", ".py")
 
@@ -323,16 +323,16 @@ def _tensor_lines(path: Path) -> Iterator[str]:
             yield f"{tensor}\t{entry['dtype']}\t{'x'.join(map(str, entry['shape']))}\t{content}\n"
 
 
-def files_sha256(place: Path) -> str:
+def files_sha256(path: Path) -> str:
     """Digest of what a target or an adapter on this machine is made of, whether or not it can be opened here: files of
-    config, tokenizer, template, code and weights in the folder ``place``, or that file with the tokenizer beside it. Of
+    config, tokenizer, template, code and weights in the folder ``path``, or that file with the tokenizer beside it. Of
     safetensors the tensors as ``checkpoint_sha256`` reads them, of other large files a block of each MiB. Raises
     StorageError: one cannot be read."""
-    files = [place, place.with_name(TOKENIZER_FILES[0])]
+    files = [path, path.parent / TOKENIZER_FILES[0]]
     lines = []
-    with storage_errors(place):
-        if place.is_dir():
-            files = [file for file in place.iterdir() if file.name in _OF_A_TARGET or file.suffix in _ENDINGS]
+    with storage_errors(path):
+        if path.is_dir():
+            files = [file for file in path.iterdir() if file.name in _OF_A_TARGET or file.suffix in _ENDINGS]
         for file in sorted(file for file in files if file.is_file()):
             lines.append(f"{file.name}\t{file.stat().st_size}\t{_file_sha256(file)}\n")
     return hashlib.sha256("".join(lines).encode()).hexdigest()
@@ -344,7 +344,7 @@ def _file_sha256(path: Path) -> str:
             return hashlib.sha256("".join(sorted(_tensor_lines(path))).encode()).hexdigest()
     with path.open("rb", buffering=0) as file:
         size = path.stat().st_size
-        if size < _MOST_READ_WHOLE:
+        if size < _SAMPLED_FROM_BYTES:
             return hashlib.file_digest(file, "sha256").hexdigest()
         blocks = (os.pread(file.fileno(), BLOCK_BYTES, offset) for offset in range(0, size, WHOLE_BELOW_BYTES))
         return hashlib.sha256(b"".join(blocks)).hexdigest()

@@ -138,7 +138,8 @@ def decode(
 def _counted(prompts: "Iterator[Prompt]", most: int) -> "tuple[int, Iterator[Prompt], Iterator[Prompt]]":
     """How many there are, up to ``most``, which are read whatever becomes of them; and all of them, twice."""
     begin = list(islice(prompts, most))
-    return len(begin), *tee(chain(begin, prompts))
+    first, second = tee(chain(begin, prompts))
+    return len(begin), first, second
 
 
 def _training_store(info: "RunInfo", live: "LiveTarget") -> "Store | None":
