@@ -13,6 +13,7 @@ from typing import Any
 import click
 import pytest
 import yaml
+from safetensors.torch import load_file, save
 
 from hiddenstore.cli import inner, main
 from hiddenstore.cli import run as pipeline
@@ -353,18 +354,22 @@ def test_an_export_is_built_on_the_draft_length_that_pays_and_not_on_the_rest_of
         record.write_bytes(whole)
 
 
-def test_a_folder_whose_records_count_every_answer_is_finished_too(
-    finished: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("counts_answers", [True, False])
+def test_a_folder_whose_records_are_of_development_versions_is_finished_too(
+    finished: Path, counts_answers: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, before = finished / "out" / "done", tree(finished / "out")
-    records = {stage.name: finished / "out" / stage.record for stage in _stages(str(finished / "pipeline.yaml"))}
+    stages = {stage.name: stage for stage in _stages(str(finished / "pipeline.yaml"))}
+    records = {name: finished / "out" / stage.record for name, stage in stages.items()}
     whole = {path: path.read_bytes() for path in records.values()}
     sealed: dict[str, bytes] = {}
     for name, path in records.items():
         done = unseal(whole[path], DoneStage, str(path))
         drafter = f"{name.partition('/')[0]}/"
-        read = b"".join(data for one, data in sealed.items() if "/" not in one or one.startswith(drafter))
-        digest = hashlib.sha256(read).hexdigest() + done.built_on[64:]
+        mine = [one for one in sealed if "/" not in one or one.startswith(drafter)]
+        read = b"".join(sealed[one] for one in mine if counts_answers or stages[one].product is not None)
+        # Neither the target nor a checkpoint counted.
+        digest = hashlib.sha256(read).hexdigest() + done.built_on[64:-64]
         sealed[name] = seal(done.model_copy(update={"built_on": digest}))
         path.write_bytes(sealed[name])
     # A training that was stopped is known by its mark.
@@ -403,6 +408,56 @@ def test_changed_inputs_and_settings_files_are_noticed(
     message = error_of(capsys.readouterr().err)[0]
     assert "inputs that have changed since" in message
     assert message.endswith("[stage-changed]")
+
+
+def test_a_target_that_was_changed_in_its_folder_is_noticed_whatever_else_lies_there(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(Path(world / "target"), target)
+    drafters = {"medusa": {"drafter": "medusa", "settings": {"train": {"max_steps": 1}, "data": SMALL["data"]}}}
+    file = write_pipeline(world, tmp_path, target=str(target), drafters=drafters, verify={"full": False})
+    assert run("run", file, "-q") == 0
+    (target / "README.md").write_text("mine")
+    (target / "config.json").touch()
+    assert all(stage["was_done"] for stage in document(capsys, file)["stages"])
+    weights = load_file(target / "model.safetensors")
+    name = next(name for name in weights if "layers.2.mlp.down" in name)
+    changes = {
+        "model.safetensors": save({**weights, name: weights[name] * 1.5}, metadata={"format": "pt"}),
+        "chat_template.jinja": b"{{ messages[0].content }}",
+    }
+    for changed, data in changes.items():
+        before = (target / changed).read_bytes() if (target / changed).exists() else None
+        (target / changed).write_bytes(data)
+        assert run("run", file, "-q") == CONFLICT
+        message = error_of(capsys.readouterr().err)[0]
+        assert "out/data was made from inputs that have changed since: its files, the target" in message
+        if before is None:
+            (target / changed).unlink()
+        else:
+            (target / changed).write_bytes(before)
+    assert all(stage["was_done"] for stage in document(capsys, file)["stages"])
+
+
+def test_what_was_made_of_a_run_is_out_of_date_once_it_was_trained_on_by_hand(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafters = {"medusa": {"drafter": "medusa", "settings": {"train": {"max_steps": 1}, "data": SMALL["data"]}}}
+    file = write_pipeline(world, tmp_path, drafters=drafters, verify={"full": False})
+    assert run("run", file, "-q") == 0
+    out = tmp_path / "out"
+    trained = out / "medusa" / "run"
+    assert run("train", str(out / "store"), "-o", str(trained), "--resume", "train.max_steps=2", "-q") == 0
+    assert run("run", file, "-q") == CONFLICT
+    message, fix = error_of(capsys.readouterr().err)
+    assert "medusa/drafter was made from inputs that have changed since" in message
+    assert json.loads(unseal((out / "done/medusa.eval.json").read_bytes(), DoneStage, "eval").answer)["step"] == 2
+    assert fix == f"rm -r {out / 'medusa/drafter'} {out / 'done/medusa.export.json'}"
+    shutil.rmtree(out / "medusa" / "drafter")
+    again = document(capsys, file)
+    assert [stage["stage"] for stage in again["stages"] if not stage["was_done"]] == ["medusa/export"]
+    assert json.loads((out / "medusa/drafter/hiddenstore.json").read_text())["step"] == 2
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """``hiddenstore prepare``: conversations → tokens, loss mask and turn spans, or prompts to have answered."""
 
+import os
 import re
 from collections.abc import Sequence
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -266,7 +268,9 @@ def _generate(sources: "Sequence[str] | Mix", out: str, augment: str | None, dat
         ],
     }
     output().data(answer, human=lambda: _show_prompts(answer))
-    output().hint("hiddenstore", "regenerate", out, "-o", "answers.jsonl", "--server", "URL")
+    names = chain(["answers.jsonl"], (f"answers-{number}.jsonl" for number in count(2)))
+    free = next(name for name in names if not os.path.lexists(name))
+    output().hint("hiddenstore", "regenerate", out, "-o", free, "--server", "URL")
 
 
 def _show_prompts(answer: dict[str, Any]) -> None:

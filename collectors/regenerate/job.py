@@ -96,8 +96,9 @@ def regenerate(options: RegenerateOptions, stopping: Callable[[], bool] = lambda
             log.finish(shard.conversations)
     finally:
         folder.remove_if_empty()
+    answering_s = time.monotonic() - shard.answers_since
     report = _finish(sources, folder, shard)
-    report.seconds = time.monotonic() - began
+    report.seconds, report.answering_s = time.monotonic() - began, answering_s
     return report
 
 
@@ -135,6 +136,7 @@ class _Shard:
     drawn: int = 0
     prompt_tokens: int = 0
     ended: int = 0
+    answers_since: float = field(default_factory=time.monotonic)
     warned: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -166,6 +168,7 @@ class _Shard:
         """Show tokens of answers that have not ended, and of prompts, which are read before the first of those."""
         with self.lock:
             if drawn and not self.drawn:
+                self.answers_since = time.monotonic()
                 self.progress.restart_clock(drawn / self.options.limit)
             self.drawn += drawn
             self.prompt_tokens += read

@@ -105,6 +105,7 @@ class RegenerateReport:
     waiting: list[int] = field(default_factory=list)
     written_by_another: bool = False
     seconds: float = 0.0
+    answering_s: float = 0.0
     new_tokens: int = 0
 
     @property
@@ -114,7 +115,8 @@ class RegenerateReport:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.new_tokens / self.seconds if self.seconds else 0.0
+        """While they were drawn: imports, the load of the target and its first prompts are no part of the rate."""
+        return self.new_tokens / self.answering_s if self.answering_s else 0.0
 
     def drop(self, reason: str, where: str) -> None:
         """Count one conversation that is left out."""

@@ -25,6 +25,7 @@ from hiddenstore.files.lock import WRITER, FolderLock
 from hiddenstore.fs import require_local
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import existing_part, make_folder, replace_file, tree_files
+from hiddenstore.fs.seam import storage_errors
 from hiddenstore.registry import nearest
 from hiddenstore.settings import all_problems, written
 from hiddenstore.settings import load as load_settings
@@ -300,14 +301,16 @@ def run_pipeline(pipeline: Pipeline) -> list[StageResult]:
 
 
 def _do_all(pipeline: Pipeline, stages: Sequence[Stage], out: Path) -> list[StageResult]:
-    fs, inputs = LocalFilesystem(out), _digest_of_files(pipeline.inputs)
+    fs, inputs, target = LocalFilesystem(out), _digest_of_files(pipeline.inputs), _digest_of_target(pipeline.target)
     finished: list[tuple[Stage, DoneStage]] = []
     results = []
     clock = _Clock(pipeline.minutes, stages)
     for number, stage in enumerate(stages, 1):
         files = _named_files(stage, out, (pipeline.target, *pipeline.inputs))
         read = inputs + (_digest_of_files(files) if files else "")
-        built_on = _built_on(fs, stage, [digest + read for digest in _digests_before(stage, finished)])
+        # Records of 0.1.0's development versions end here.
+        older = [digest + read for digest in _digests_before(stage, finished)]
+        built_on = _built_on(fs, stage, [older[0] + _digest_of_state(stage, out, target), *older])
         earlier = _finished_before(fs, stage, built_on)
         about = "  (done before)" if earlier else clock.estimate(number - 1)
         output().note(f"\n{number}/{len(stages)}  {stage.name}{about}")
@@ -396,7 +399,7 @@ def _finished_before(fs: LocalFilesystem, stage: Stage, built_on: str) -> DoneSt
     if (done.words, done.built_on) == (stage.words, built_on) and (has_product or stage.product is None):
         return done
     if has_product:
-        how = "was made from inputs that have changed since"
+        how = "was made from inputs that have changed since: its files, the target or what was trained"
         if done.words != stage.words:
             how = f"was made by `{stage.line(done.words)}`, the pipeline now says `{stage.line(stage.words)}`"
         raise ConflictError(
@@ -418,6 +421,27 @@ def _digest_of_files(paths: Sequence[str]) -> str:
                 with file.open("rb") as handle:
                     digest.update(hashlib.file_digest(handle, "sha256").digest())
     return digest.hexdigest()
+
+
+def _digest_of_target(name: str) -> str:
+    """Of a target or an adapter that lies on this machine; nothing of a hub id."""
+    from hiddenstore.targets.checkpoint import files_sha256
+
+    return files_sha256(Path(name)) if os.path.exists(name) else ""
+
+
+def _digest_of_state(stage: Stage, out: Path, target: str) -> str:
+    """Digest of what changes under a name that stays: of the target, an adapter that is named, and behind a training
+    its newest checkpoint, which `train --resume` by hand makes."""
+    words = [word for before, word in pairwise(stage.words) if before == "--adapter" or word.startswith("adapter=")]
+    read = [target, *(_digest_of_target(word.removeprefix("adapter=")) for word in words)]
+    drafter, _, kind = stage.name.rpartition("/")
+    states = (out / drafter / "run" / "checkpoints").glob("step-*/state.json") if drafter and kind != "train" else ()
+    if steps := {int(file.parent.name[5:]): file for file in states if file.parent.name[5:].isdecimal()}:
+        newest = max(steps)
+        with storage_errors(steps[newest]):
+            read.append(f"{newest} {hashlib.sha256(steps[newest].read_bytes()).hexdigest()}")
+    return hashlib.sha256("\n".join(read).encode()).hexdigest()
 
 
 def _without_rows(text: str) -> Path:

@@ -76,7 +76,7 @@ def push(
     if public and not isinstance(remote, HubRemote):
         raise click.UsageError("--public is of the hub: who may read a bucket is said where it was made")
     require_place(remote, place, is_store)
-    measured = "" if results is None else accepted_length(results)
+    measured = "" if results is None else accepted_length(results, None if is_store else Path(source))
     text = None if card is None else _read_card(card)
     with ExitStack() as made:
         if is_store:

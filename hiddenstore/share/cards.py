@@ -11,12 +11,15 @@ from typing import Any
 
 import yaml
 
+from hiddenstore.console.output import output
 from hiddenstore.console.text import clean, size
 from hiddenstore.errors import ConfigError, Kind, NotFoundError
 from hiddenstore.files.damage import raise_refusal
 from hiddenstore.files.documents import foreign_json
+from hiddenstore.fs.seam import storage_errors
 from hiddenstore.inspect.facts import info
 from hiddenstore.store import Store
+from hiddenstore.targets.checkpoint import read_object
 
 _SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M"))
 _IDS = (
@@ -90,29 +93,31 @@ def drafter_card(folder: Path, files: Sequence[Path], address: str, measured: st
     return _card(front, f"{drafter} for {name}", what, rows, use, [measured])
 
 
-def accepted_length(results: str | Path) -> str:
+def accepted_length(results: str | Path, drafter: Path | None = None) -> str:
     """What ``eval --json`` or ``decode --json`` printed: the accepted length and the command that measured it, by the
-    last names of its folders. Raises NotFoundError ``path-missing``; ConfigError ``option-invalid``: something else."""
+    last names of its folders. Raises NotFoundError ``path-missing``; ConfigError ``option-invalid``: something else, or
+    figures of another run or step than the exported ``drafter`` is of."""
     try:
         given = foreign_json(Path(results).read_bytes())
         width, run = int(given.get("tree_width", 1)), Path(given["run"]).name
         shape = f"{int(given['draft_len'])}x{width}" if width > 1 else str(int(given["draft_len"]))
         if given["schema"] == "hiddenstore.eval/1":
             where = f"simulated on recorded {_plain(given['split'])} text"
-            command = ["eval", run, Path(given["store"]).name, "--split", given["split"], "--draft-len", shape]
+            words = ["eval", run, Path(given["store"]).name, "--split", given["split"], "--draft-len", shape]
         elif given["schema"] == "hiddenstore.decode/1":
             where = "live speculative decoding"
-            command = ["decode", run, "--target", given["target"], "--draft-len", shape]
-            command += ["--temperature", str(given["temperature"])] if given.get("temperature") else []
+            words = ["decode", run, "--target", given["target"], "--draft-len", shape]
+            words += ["--temperature", str(given["temperature"])] if given.get("temperature") else []
         else:
             raise ValueError(f"schema is {given['schema']!r}")
         floor = given.get("ngram_accepted_length")
         beside = "" if floor is None else f" The best n-gram table from the same text has {floor:.3f}."
-        return (
+        command = shlex.join(["hiddenstore", *map(_line, words)])
+        text = (
             f"## Accepted length\n\n**{given['accepted_length']:.3f}** tokens a target forward, bonus token counted, "
-            f"step {given['step']:,}, {where}.{beside} Measured by:\n\n"
-            f"```sh\nhiddenstore {shlex.join(map(_line, command))}\n```"
+            f"step {given['step']:,}, {where}.{beside} Measured by:\n\n```sh\n{command}\n```"
         )
+        measured = _run_name(given["run"]), int(given["step"])
     except FileNotFoundError as error:
         raise NotFoundError(f"--results: {results} does not exist", kind=Kind.PATH_MISSING) from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -120,6 +125,33 @@ def accepted_length(results: str | Path) -> str:
         hint = "hiddenstore eval RUN STORE --json > results.json"
         message = f"--results: {results} is not what eval or decode prints with --json: {error}"
         raise ConfigError(message, kind=Kind.OPTION_INVALID, hint=hint) from error
+    if drafter is not None:
+        _require_measured(drafter, *measured, results)
+    return text
+
+
+def _run_name(path: str) -> str:
+    """Of a run, or of the one whose checkpoint is named; empty where it was the working folder."""
+    folder = Path(path)
+    return (folder.parent.parent if folder.parent.name == "checkpoints" else folder).name
+
+
+def _require_measured(drafter: Path, run: str, step: int, results: str | Path) -> None:
+    """ConfigError ``option-invalid`` unless the export is of the step that was measured; a warning where it is one of
+    an earlier version and does not say."""
+    file = drafter / "hiddenstore.json"
+    with storage_errors(file):
+        about = (read_object(file) if file.is_file() else None) or {}
+    exported = about.get("run"), about.get("step")
+    if exported == (None, None):
+        output().warn(f"{drafter} does not say of which run it is: nothing tells whether --results measured it")
+    elif exported[1] != step or (run and exported[0] != run):
+        problem = f"--results: {results} measured step {step:,} of {run or 'a run'}, and {drafter} is"
+        raise ConfigError(
+            f"{problem} step {exported[1]} of {exported[0]}",
+            kind=Kind.OPTION_INVALID,
+            hint="hiddenstore eval RUN STORE --json > results.json   of that run, or export the one measured",
+        )
 
 
 def _target(target: Mapping[str, Any]) -> str:

@@ -17,8 +17,8 @@ from typing import Any
 
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.files.documents import foreign_json
-from hiddenstore.fs.seam import is_inside, storage_error
-from hiddenstore.targets.folder import TargetFolder, beginning_of_another, first_line
+from hiddenstore.fs.seam import is_inside, storage_error, storage_errors
+from hiddenstore.targets.folder import CONFIG_FILE, TOKENIZER_FILES, TargetFolder, beginning_of_another, first_line
 from hiddenstore.targets.gguf import RECORD_FILE
 
 WEIGHTS_FILE = "model.safetensors"
@@ -39,6 +39,9 @@ _BESIDE_THE_BLOCKS = re.compile(
 BLOCK_BYTES = 4096
 BLOCKS = 16
 WHOLE_BELOW_BYTES = 1 << 20
+_SAMPLED_FROM_BYTES = 64 << 20
+_OF_A_TARGET = (CONFIG_FILE, *TOKENIZER_FILES, QUANTISATION_FILE, "adapter_config.json")
+_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".jinja", ".model", ".tiktoken", ".py")
 
 
 def weights_bytes(folder: TargetFolder) -> int | None:
@@ -302,17 +305,49 @@ def _lines(folder: TargetFolder, name: str) -> Iterator[str]:
     """One line for each tensor of a safetensors file that ``damage`` passed."""
     path = folder.file(name)
     assert path is not None
-    table, begin = read_header(path)
     try:
-        with path.open("rb", buffering=0) as file:
-            for tensor, entry in table.items():
-                start, end = entry["data_offsets"]
-                content = _content_sha256(file.fileno(), begin + start, end - start)
-                yield f"{tensor}\t{entry['dtype']}\t{'x'.join(map(str, entry['shape']))}\t{content}\n"
+        yield from _tensor_lines(path)
     except EOFError as error:
         raise damaged(folder, name, "became shorter while it was read") from error
     except OSError as error:
         raise storage_error(error, str(path)) from error
+
+
+def _tensor_lines(path: Path) -> Iterator[str]:
+    """Raises what ``read_header`` raises; EOFError: the file is shorter than it says."""
+    table, begin = read_header(path)
+    with path.open("rb", buffering=0) as file:
+        for tensor, entry in table.items():
+            start, end = entry["data_offsets"]
+            content = _content_sha256(file.fileno(), begin + start, end - start)
+            yield f"{tensor}\t{entry['dtype']}\t{'x'.join(map(str, entry['shape']))}\t{content}\n"
+
+
+def files_sha256(path: Path) -> str:
+    """Digest of what a target or an adapter on this machine is made of, whether or not it can be opened here: files of
+    config, tokenizer, template, code and weights in the folder ``path``, or that file with the tokenizer beside it. Of
+    safetensors the tensors as ``checkpoint_sha256`` reads them, of other large files a block of each MiB. Raises
+    StorageError: one cannot be read."""
+    files = [path, path.parent / TOKENIZER_FILES[0]]
+    lines = []
+    with storage_errors(path):
+        if path.is_dir():
+            files = [file for file in path.iterdir() if file.name in _OF_A_TARGET or file.suffix in _ENDINGS]
+        for file in sorted(file for file in files if file.is_file()):
+            lines.append(f"{file.name}\t{file.stat().st_size}\t{_file_sha256(file)}\n")
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _file_sha256(path: Path) -> str:
+    if path.suffix == ".safetensors":
+        with suppress(ValueError, LookupError, TypeError, AttributeError, EOFError):
+            return hashlib.sha256("".join(sorted(_tensor_lines(path))).encode()).hexdigest()
+    with path.open("rb", buffering=0) as file:
+        size = path.stat().st_size
+        if size < _SAMPLED_FROM_BYTES:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        blocks = (os.pread(file.fileno(), BLOCK_BYTES, offset) for offset in range(0, size, WHOLE_BELOW_BYTES))
+        return hashlib.sha256(b"".join(blocks)).hexdigest()
 
 
 def _content_sha256(file: int, begin: int, size: int) -> str:

@@ -342,6 +342,21 @@ def test_generate_mode_writes_prompts_that_regenerate_takes_and_the_mix_beside_t
         write_prompts(read_mix(path), out)
 
 
+def test_the_next_command_of_generate_mode_writes_over_neither_the_prompts_nor_other_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = write_rows(tmp_path / "a.jsonl", [{"messages": chat("q", "a")}])
+    for out, answers in (
+        ("prompts.jsonl", "answers.jsonl"),
+        ("answers.jsonl", "answers-2.jsonl"),
+        ("answers-2.jsonl", "answers-3.jsonl"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["prepare", str(source), "--mode", "generate", "-o", out])
+        assert f"next: hiddenstore regenerate {out} -o {answers} --server URL" in capsys.readouterr().err
+
+
 def test_rows_without_a_prompt_are_counted_and_all_of_them_is_an_error(tmp_path: Path) -> None:
     rows: list[Any] = [{"messages": chat("q", "a")}, b"{oops", {"messages": [{"role": "system", "content": "s"}]}]
     source = write_rows(tmp_path / "a.jsonl", [*rows, rows[0]])

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -371,6 +372,20 @@ def test_an_answer_is_kept_while_others_of_its_batch_go_on(
     kept = answers_kept(stopped)
     assert run(stopped).resumed == kept
     assert Path(stopped.out).read_bytes() == Path(options.out).read_bytes()
+
+
+def test_tokens_a_second_do_not_count_what_loading_the_target_takes(
+    options: RegenerateOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading_s, load = 1.5, in_process.load_target
+
+    def slowly(*words: Any) -> LoadedTarget:
+        time.sleep(loading_s)
+        return load(*words)
+
+    monkeypatch.setattr(in_process, "load_target", slowly)
+    report = run(options)
+    assert report.new_tokens / report.tokens_per_s <= report.seconds - loading_s
 
 
 def test_what_was_answered_can_be_taken_while_the_rest_waits(options: RegenerateOptions, tmp_path: Path) -> None:

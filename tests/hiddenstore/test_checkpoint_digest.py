@@ -1,6 +1,8 @@
 """The digest over every tensor of a checkpoint: equal however it is sharded, another after any change of its bytes."""
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hiddenstore.errors import ConfigError
-from hiddenstore.targets.checkpoint import BLOCKS, WHOLE_BELOW_BYTES, checkpoint_sha256
+from hiddenstore.errors import ConfigError, StorageError
+from hiddenstore.targets.checkpoint import BLOCKS, WHOLE_BELOW_BYTES, checkpoint_sha256, files_sha256
 from hiddenstore.targets.folder import open_target
 from hiddenstore.targets.gguf import RECORD_FILE
 from tests.collectors.tiny import WIDTH, save_target, tiny_model
@@ -136,3 +138,41 @@ def test_a_file_that_is_cut_is_damaged_and_has_no_digest(target: Path) -> None:
     with pytest.raises(ConfigError, match="a download that ended early") as caught:
         digest(target)
     assert caught.value.kind == "target-damaged"
+
+
+def test_files_that_make_a_target_are_told_apart_in_every_form_and_others_beside_them_do_not_matter(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf, large = tmp_path / "target.gguf", target / "pytorch_model.bin"
+    for file in (gguf, large):
+        file.touch()
+        os.truncate(file, 65 << 20)
+    before, of_file = files_sha256(target), files_sha256(gguf)
+    for name in ("README.md", "chats.jsonl", "log.txt"):
+        (target / name).write_text("beside it")
+    (target / ".cache").mkdir()
+    os.utime(large)
+    monkeypatch.chdir(target)
+    assert files_sha256(target) == files_sha256(Path()) == before
+    # One byte in a block of each MiB, in a whole file, and in the header of safetensors.
+    for file, offset in ((large, 7 << 20), (target / "tokenizer.json", 20), (target / WEIGHTS, 40)):
+        whole = file.read_bytes()
+        file.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :])
+        assert files_sha256(target) != before, file
+        file.write_bytes(whole)
+    assert files_sha256(target) == before
+    os.truncate(gguf, 66 << 20)
+    longer = files_sha256(gguf)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert len({of_file, longer, files_sha256(gguf)}) == 3
+
+
+def test_a_file_of_a_target_that_cannot_be_read_is_an_error_of_the_storage(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_words: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", refuse)
+    with pytest.raises(StorageError):
+        files_sha256(target)

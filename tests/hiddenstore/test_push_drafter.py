@@ -12,6 +12,7 @@ import yaml
 
 from hiddenstore.errors import ConfigError
 from hiddenstore.files.layout import kind_of
+from hiddenstore.share.cards import accepted_length
 from hiddenstore.share.hub import open_remote
 from hiddenstore.share.remote import CARD, SUMS
 from tests.hiddenstore.hub_double import HubDouble, in_place_of_the_hub
@@ -92,8 +93,9 @@ def test_a_card_holds_no_markup_and_no_command_of_a_stranger_s_drafter_or_result
     about = json.loads((drafter / "hiddenstore.json").read_text())
     about["target"]["name"] = "org/a\n---\n<img src=x onerror=1> [click](javascript:1) `\x1b[2J"
     about["engine"] = "vllm; touch pwned\n```\n# mine"
-    (drafter / "hiddenstore.json").write_text(json.dumps(about))
     results = {"schema": "hiddenstore.eval/1", "run": "ru`n; touch pwned\n```\n<b>", "store": "s", "step": 2}
+    about |= {"run": results["run"], "step": results["step"]}
+    (drafter / "hiddenstore.json").write_text(json.dumps(about))
     results |= {"accepted_length": 1.5, "draft_len": 3, "split": "<b>"}
     (tmp_path / "results.json").write_text(json.dumps(results))
     assert run("push", str(drafter), "hf://me/drafter", "--results", str(tmp_path / "results.json"), "-q") == 0
@@ -104,6 +106,40 @@ def test_a_card_holds_no_markup_and_no_command_of_a_stranger_s_drafter_or_result
     assert [line for line in card.splitlines() if line.startswith("```")] == ["```sh", "```"] * 2
     assert "\nhiddenstore serve drafter --target TARGET --engine 'vllm; touch pwned ``` # mine'\n" in card
     assert "\nhiddenstore eval 'ru`n; touch pwned ``` <b>' s --split '<b>' --draft-len 3\n" in card
+
+
+def test_figures_of_another_run_or_step_than_the_exported_one_are_not_put_on_its_card(
+    hub: HubDouble, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, place = tmp_path / "eval.json", "hf://me/drafter"
+    capsys.readouterr()
+    assert run("eval", world / "run", world / "store", "--json") == 0
+    measured = json.loads(capsys.readouterr().out)
+    about = json.loads((Path(world / "exported") / "hiddenstore.json").read_text())
+    assert (about["run"], about["step"]) == ("run", measured["step"])
+    others = ({"step": measured["step"] + 1}, {"run": "/elsewhere/other"}, {"run": "o/checkpoints/step-2"})
+    for other in others:
+        file.write_text(json.dumps({**measured, **other}))
+        assert run("push", world / "exported", place, "--results", str(file)) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"exported is step {measured['step']} of run" in said
+        assert hub.repos == {}
+    for same in ({}, {"run": f"my/run/checkpoints/step-{measured['step']}"}, {"run": "."}):
+        file.write_text(json.dumps({**measured, **same}))
+        assert run("push", world / "exported", place, "--results", str(file), "-q") == 0
+    older = tmp_path / "older"
+    shutil.copytree(Path(world / "exported"), older)
+    (older / "hiddenstore.json").write_text(json.dumps({k: v for k, v in about.items() if k not in ("run", "step")}))
+    capsys.readouterr()
+    assert run("push", str(older), place, "--results", str(file)) == 0
+    assert "does not say of which run it is" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_command_on_a_card_can_be_pasted(tmp_path: Path) -> None:
+    given = {"schema": "hiddenstore.decode/1", "run": "a/my run", "target": "my target", "draft_len": 3, "step": 2}
+    (tmp_path / "decode.json").write_text(json.dumps({**given, "accepted_length": 1.5, "temperature": 0.7}))
+    command = "hiddenstore decode 'my run' --target 'my target' --draft-len 3 --temperature 0.7"
+    assert f"```sh\n{command}\n```" in accepted_length(tmp_path / "decode.json")
 
 
 def test_a_pulled_drafter_is_served_by_the_engine_it_was_exported_for(

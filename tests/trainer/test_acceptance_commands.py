@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_target import save_target
 
 from hiddenstore.cli import main
+from hiddenstore.console.progress import Progress
 from hiddenstore.files import layout
 from hiddenstore.records import Record, Sample, final_row_positions, sample_id
 from hiddenstore.store import Store
@@ -333,6 +334,26 @@ def test_decode_counts_and_names_the_bad_lines_of_a_prompt_file(made, tmp_path):
     shown = run([*words, "--json"])
     assert json.loads(shown.stdout)["prompts_unusable"] == 1
     assert "prompts.jsonl:1: expected one of" in " ".join(shown.stderr.split())
+
+
+def test_fewer_prompts_than_usual_are_all_there_is_and_only_a_count_that_was_given_is_missed(
+    made, tmp_path, monkeypatch
+):
+    prompts, totals = tmp_path / "prompts.jsonl", []
+
+    class Recorded(Progress):
+        def __init__(self, label, total, unit):
+            totals.append(total)
+            super().__init__(label, total, unit)
+
+    monkeypatch.setattr("trainer.cli.decode.Progress", Recorded)
+    prompts.write_text('{"prompt": "ab"}\n{"prompt": "cd"}\n')
+    words = ["decode", str(made / "run"), "--target", str(made / "target"), "--prompts", str(prompts)]
+    words += ["--max-new-tokens", str(NEW_TOKENS)]
+    assert "were asked for" not in run(words).stderr
+    assert "only 2 prompts to decode, 3 were asked for" in " ".join(run([*words, "-n", "3"]).stderr.split())
+    run([*words, "-n", "1"])
+    assert totals == [2, 2, 1]
 
 
 def test_a_run_whose_training_store_is_gone_still_decodes_and_says_that_it_has_no_floor(made):

@@ -2,9 +2,9 @@
 
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import islice, tee
+from itertools import chain, islice, tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from trainer.evaluate.target import LiveTarget
     from trainer.train.run_folder import RunInfo
 
+_PROMPTS = 40
+
 
 @click.command(
     epilog=examples(
@@ -47,7 +49,9 @@ if TYPE_CHECKING:
 @target_options
 @click.option("--prompts", required=True, help="JSONL of messages, prepared DATA, or a store (its validation split).")
 @draft_len_option
-@click.option("-n", "--count", type=click.IntRange(min=1), default=40, show_default=True, help="Prompts to decode.")
+@click.option(
+    "-n", "--count", type=click.IntRange(min=1), show_default=str(_PROMPTS), help="Prompts to decode, where there are."
+)
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Longest answer.")
 @click.option(
     "--untrained", is_flag=True, help="Also walk the decoded text with the drafter as it was before training."
@@ -74,7 +78,7 @@ def decode(
     target: str,
     prompts: str,
     shapes: "tuple[DraftShape, ...]",
-    count: int,
+    count: int | None,
     max_new_tokens: int,
     untrained: bool,
     answers: str | None,
@@ -104,12 +108,13 @@ def decode(
     store = _training_store(info, live)
     head, unusable = bundle_of(live.model, info.spec.head), list[str]()
     drafter = load_drafter(run, device, head=head)
-    source, copy = tee(read_prompts(prompts, live.tokenizer, live.identity, "validation", unusable))
+    readable = read_prompts(prompts, live.tokenizer, live.identity, "validation", unusable)
+    total, source, copy = _counted(readable, count or _PROMPTS)
     sampled = partial(speculate.RejectionSampling, temperature, drafter.vocab.target_ids, method=draft_sample_method)
-    with Progress("decode", total=count, unit="prompts") as progress:
+    with Progress("decode", total=total, unit="prompts") as progress:
         result = speculate.decode(
             *(live, drafter, (prompt.ids for prompt in source), shapes_of(drafter, shapes)),
-            speculate.DecodeLimits(count, max_new_tokens),
+            speculate.DecodeLimits(count or _PROMPTS, max_new_tokens),
             rule=sampled if temperature else None,
             on_prompt=lambda done: progress.update(len(done.prompts), looping=done.looping),
         )
@@ -130,6 +135,13 @@ def decode(
     output().hint("hiddenstore", "export", run, "--engine", "vllm", "-o", "drafter")
 
 
+def _counted(prompts: "Iterator[Prompt]", most: int) -> "tuple[int, Iterator[Prompt], Iterator[Prompt]]":
+    """How many there are, up to ``most``, which are read whatever becomes of them; and all of them, twice."""
+    begin = list(islice(prompts, most))
+    first, second = tee(chain(begin, prompts))
+    return len(begin), first, second
+
+
 def _training_store(info: "RunInfo", live: "LiveTarget") -> "Store | None":
     """The store of the run, once the target was found to give its states; None where it is lost."""
     from hiddenstore.verify.profile import NO_PROFILE, is_another_checkpoint, unstated_warning
@@ -148,12 +160,12 @@ def _training_store(info: "RunInfo", live: "LiveTarget") -> "Store | None":
     return store
 
 
-def _warn_of_prompts(source: str, unusable: list[str], decoded: int, count: int) -> None:
+def _warn_of_prompts(source: str, unusable: list[str], decoded: int, count: int | None) -> None:
     from trainer.evaluate.prompts import left_out
 
     if unusable:
         output().warn(left_out(unusable))
-    if decoded < count:
+    if count is not None and decoded < count:
         output().warn(f"{source} had only {plural(decoded, 'prompt')} to decode, {count} were asked for")
 
 

@@ -6,6 +6,7 @@ Whatever is written is read back and must give the same logits, bit for bit, bef
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -81,6 +82,7 @@ def checkpoint_of(
         draft_len=length or _usual_length(info),
         target_name=target or (None if word == "TARGET" else word),
         target_config=_target_config(info),
+        origin={"run": Path(os.path.abspath(info.run)).name, "step": loaded.step},
     )
 
 
@@ -169,12 +171,14 @@ def engine_files(checkpoint: Checkpoint, engine: Engine, version: str, dtype: st
 
 
 def about_export(checkpoint: Checkpoint, engine: Engine, version: str) -> dict[str, Any]:
-    """``hiddenstore.json``: which drafter this is, how many tokens it drafts, and the target it drafts for."""
+    """``hiddenstore.json``: which drafter this is and of which step of which run, how many tokens it drafts, and the
+    target it drafts for."""
     ids_follow_engine = drafter_export(checkpoint.config.name).ids_follow_engine
     ids = {"layer_convention": engine.convention} if ids_follow_engine else {}
     return {
         "schema": "hiddenstore.export/1",
         "drafter": checkpoint_word(checkpoint),
+        **checkpoint.origin,
         "engine": engine.name,
         "engine_version": version,
         **ids,

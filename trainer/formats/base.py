@@ -33,7 +33,7 @@ class Checkpoint:
     """What is exported: a drafter, its draft vocabulary, and the target it drafts for. ``model`` is a
     `trainer.drafters.base.Drafter`. ``draft_len``: how many tokens it is to draft, None for what its shape
     says. ``target_name``: hub id or path of the target for the formats that name it, ``target_config`` its
-    ``config.json``, empty where it is not at hand."""
+    ``config.json``, empty where it is not at hand. ``origin``: ``run``, the name of its folder, and ``step``."""
 
     model: Any
     vocab: "DraftVocab"
@@ -42,6 +42,7 @@ class Checkpoint:
     draft_len: int | None = None
     target_name: str | None = None
     target_config: Mapping[str, Any] = field(default_factory=dict)
+    origin: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def config(self) -> Any:
