@@ -224,7 +224,8 @@ def _rows_of(parquet: pq.ParquetFile, size: int, columns: list[str] | None = Non
         if most < 0:
             raise ValueError(f"its rows take more than {_MOST_UNPACKED} times its size")
         batches.append(batch)
-    return pa.Table.from_batches(batches, batches[0].schema if batches else parquet.schema_arrow)
+    # In one piece: rows are taken from it unit by unit, which joins the pieces each time.
+    return pa.Table.from_batches(batches, batches[0].schema if batches else parquet.schema_arrow).combine_chunks()
 
 
 def _named(parquet: pq.ParquetFile) -> bytes:

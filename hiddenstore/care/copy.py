@@ -374,15 +374,19 @@ class Copy:
 
     def _encoded_anew(self) -> Iterator[SampleEntry]:
         """The samples whose bytes in the destination are not known before."""
+        wanted = {name for unit in self.units for name in unit.gathered}
+        numbers: dict[int, set[int]] = defaultdict(set)
         for unit in self.units:
             if unit.origin is not None and not self._keeps_size(unit):
-                yield from unit.record.samples
-        wanted = {name for unit in self.units for name in unit.gathered}
-        for source in self.sources if wanted else ():
-            for _, entry in source.entries:
-                if entry.id in wanted:
-                    wanted.remove(entry.id)
-                    yield entry
+                numbers[id(unit.origin[0])].add(unit.origin[1])
+        # In one walk: records that are asked for one by one are each a request to object storage.
+        for source in self.sources if wanted or numbers else ():
+            for number, record in enumerate(source.commits()):
+                is_whole = number in numbers[id(source)]
+                for entry in record.samples:
+                    if is_whole or entry.id in wanted:
+                        wanted.discard(entry.id)
+                        yield entry
 
     def is_verbatim(self, unit: CopyUnit) -> bool:
         """Whether a unit keeps its files: it keeps its codes and layers, and its container is the destination's."""
