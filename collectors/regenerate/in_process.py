@@ -191,8 +191,8 @@ class _TemplateCheck:
         """Say at the end what was not settled."""
         if self.change_count and not self.is_settled:
             output().warn(
-                f"the chat template writes other text in place of {plural(self.change_count, 'answer')} of the target, or "
-                f"refuses them, so that prepare will too; {self.difference}"
+                f"the chat template writes other text in place of {plural(self.change_count, 'answer')} of the target, "
+                f"or refuses them, so that prepare will too; {self.difference}"
             )
 
     def _require_fewer(self, count: int) -> None:
