@@ -72,7 +72,8 @@ class Prefixes:
         prompt = self.prompt(index)
         end = self.end(index + 1)
         if prompt is None and not index:
-            raise RewrittenError("where message 1 begins is not revealed: no header of an answer stands before it")
+            header = f"the header {self._header!r} of prompts" if self._header else "a header of prompts"
+            raise RewrittenError(f"where message 1 begins is not revealed: {header} does not stand before it")
         if prompt is None or not self.text.startswith(prompt):
             raise RewrittenError(self._difference(f"the prompt of message {index + 1}", prompt))
         if end is None:

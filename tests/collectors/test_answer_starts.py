@@ -53,8 +53,12 @@ def test_a_header_that_no_prompt_has_is_no_part_of_an_answer_behind_an_answer_or
     assert runs == ["Hello!", "You are back.", "b"]
 
 
-@pytest.mark.parametrize("text", [NO_HEADER, HEADER_ENDS_QUESTIONS])
-def test_an_answer_that_opens_without_a_header_is_refused_and_not_learned_with_what_stands_before_it(text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "header"), [(NO_HEADER, "a header"), (HEADER_ENDS_QUESTIONS, "the header '</think>'")]
+)
+def test_an_answer_that_opens_without_a_header_is_refused_and_not_learned_with_what_stands_before_it(
+    text: str, header: str
+) -> None:
     def of(loss_on: LossOn, messages: list[dict[str, Any]]) -> list[str] | Problem:
         template = ChatTemplate(tiny_tokenizer(text), loss_on)
         found = tokenise(template, messages)
@@ -63,7 +67,7 @@ def test_an_answer_that_opens_without_a_header_is_refused_and_not_learned_with_w
     refused = of("assistant", [HELLO, *chat("a", "b")])
     assert isinstance(refused, Problem)
     assert refused.reason == "not-prefix-stable"
-    assert "where message 1 begins" in refused.detail
+    assert refused.detail == f"where message 1 begins is not revealed: {header} of prompts does not stand before it"
     assert of("last-turn", [HELLO, *chat("a", "b")]) == ["b</s>"]
     assert of("assistant", [*chat("a", "b"), HELLO]) == ["b</s>Hello!</s>"]
 
