@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, count, islice
+from itertools import count, islice
 from multiprocessing import get_context
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
@@ -25,6 +25,8 @@ from collectors.regenerate.rewrite import NO_QUESTION, AnswerAll, Beat, Recorded
 from collectors.targets.load import LoadedTarget, load_target
 from collectors.tokenize.batches import end_with_parent
 from collectors.tokenize.template import ChatTemplate
+from hiddenstore.console.output import output
+from hiddenstore.console.text import plural
 from hiddenstore.conversation import TEMPLATE_KWARGS
 from hiddenstore.errors import ConfigError, Kind, StorageError
 from hiddenstore.records import LOOP_SHARE, repeated_share
@@ -34,7 +36,9 @@ from hiddenstore.threads import usable_cores
 
 GROUP_BATCHES = 32
 LOOKED_AT = 8
-"""Of so many answers at the beginning the chat template must write one as the target did."""
+"""Of so many whole answers at the beginning the chat template must write one as the target did."""
+FEWEST_LOOKED_AT = 3
+"""Fewer than these may be exceptions."""
 _POLL_S = 0.5
 _SHOWN = 40
 
@@ -67,12 +71,12 @@ class _InProcess:
     options: RegenerateOptions
 
     def answer_all(self, rewrites: Iterator[Rewrite], recorded: Recorded, take: Take, beat: Beat) -> None:
-        is_faithful = False
+        check = _TemplateCheck(self.template)
         with self._generator() as submit:
             for group in count():
                 conversations = list(islice(rewrites, GROUP_BATCHES * self.options.batch_size))
                 if not conversations:
-                    return
+                    break
                 replies = {rewrite.number: recorded(rewrite) for rewrite in conversations}
                 for turn in count():
                     conversations = [rewrite for rewrite in conversations if rewrite.advance()]
@@ -82,13 +86,15 @@ class _InProcess:
                     batches = self._batches(conversations, unanswered, take)
                     for rewrite in conversations:
                         if rewrite.turn == turn < len(replies[rewrite.number]):
-                            take(rewrite, replies[rewrite.number][turn])
+                            reply = replies[rewrite.number][turn]
+                            check.look_at(rewrite, reply)
+                            take(rewrite, reply)
                     names = [f"turn {turn} batch {group * GROUP_BATCHES + number}" for number in range(len(batches))]
                     answers = _answers(dict(zip(names, batches, strict=True)), turn, submit, beat)
                     new = ((rewrite, self._reply(answer)) for rewrite, answer in answers)
-                    checked, is_faithful = (new, True) if is_faithful else self._with_check(new)
-                    for rewrite, reply in checked:
+                    for rewrite, reply in check.pass_on(new):
                         take(rewrite, reply)
+        check.warn()
 
     def _batches(self, conversations: list[Rewrite], unanswered: Set[int], take: Take) -> list[Batch]:
         """Conversations and the prompts of their next turn, in batches; those whose prompt is too long, or that the
@@ -112,44 +118,6 @@ class _InProcess:
                 take(rewrite, Reply(drop="prompt-too-long", detail=detail))
         lengths = [len(prompt) for _, prompt in fitting]
         return [[fitting[i] for i in batch] for batch in prompt_batches(lengths, self.options.batch_size)]
-
-    def _with_check(self, replies: Iterator[tuple[Rewrite, Reply]]) -> tuple[Iterator[tuple[Rewrite, Reply]], bool]:
-        """The same replies, and whether the chat template writes one of the first as the target did. Raises
-        ConfigError: ``template-unstable``: it writes other text in place of all of them that are whole."""
-        first, difference = [], None
-        for rewrite, reply in islice(replies, LOOKED_AT):
-            first.append((rewrite, reply))
-            change = self._change(rewrite, reply.text)
-            if change is None:
-                return chain(first, replies), True
-            # One that was cut in a thought, or is left out, need not be what the template writes.
-            if not reply.is_cut and reply.drop is None:
-                difference = difference or f"conversation {rewrite.number + 1}: {change}"
-        if difference is None:
-            return chain(first, replies), False
-        raise ConfigError(
-            f"the chat template writes other text in place of the target's answers, or refuses them, so that prepare "
-            f"would too\n{difference}",
-            kind=Kind.TEMPLATE_UNSTABLE,
-            hint="--server URL of one with a reasoning parser; or --template FILE that writes answers as they are",
-        )
-
-    def _change(self, rewrite: Rewrite, answer: str) -> str | None:
-        """What the chat template makes of an answer; None where it writes it as it is, white space left out: that is
-        the template's to change."""
-        messages = [*rewrite.done, {"role": "assistant", "content": answer}]
-        try:
-            prompt, _ = self.template.render(rewrite.so_far, prompt=True)
-            text, _ = self.template.render(replace(rewrite.so_far, messages=messages))
-        except RENDER_ERRORS as error:
-            return reason_of(error)
-        prompt, answer, text = ("".join(one.split()) for one in (prompt, answer, text))
-        words = prompt + answer
-        if answer and text.startswith(words):
-            return None
-        at = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt))
-        excerpt = slice(at, at + _SHOWN)
-        return f"{text[excerpt]!r} where the target read and wrote {words[excerpt]!r}, white space left out"
 
     def _reply(self, answer: Answer) -> Reply:
         # Special tokens too: channels, thoughts and calls are marked by them. The one that ends it is not among these.
@@ -178,6 +146,80 @@ class _InProcess:
         resolved = replace(options, target=folder.name, revision=folder.revision)
         with WorkerPool(resolved, max(1, usable_cores() // options.workers)) as pool:
             yield partial(pool.answer, sampling)
+
+
+@dataclass
+class _TemplateCheck:
+    """Whether the chat template writes answers as the target did, which one that it does settles for the whole run."""
+
+    template: ChatTemplate
+    is_settled: bool = False
+    change_count: int = 0
+    difference: str | None = None
+
+    def look_at(self, rewrite: Rewrite, reply: Reply) -> bool:
+        """Whether the template writes a reply as other text, as long as nothing is settled."""
+        # One that was cut in a thought, or is left out, need not be what the template writes.
+        if self.is_settled or reply.is_cut or reply.drop is not None:
+            return False
+        change = self._change(rewrite, reply.text)
+        if change is None:
+            self.is_settled = True
+            return False
+        self.difference = self.difference or f"conversation {rewrite.number + 1}: {change}"
+        return True
+
+    def pass_on(self, replies: Iterator[tuple[Rewrite, Reply]]) -> Iterator[tuple[Rewrite, Reply]]:
+        """The new replies of a turn; those that the template writes as other text once that is settled, or where they
+        are few. Raises ConfigError: ``template-unstable``: they are not, and all whole ones are written so."""
+        doubtful = []
+        for rewrite, reply in replies:
+            if self.look_at(rewrite, reply):
+                doubtful.append((rewrite, reply))
+                self.change_count += 1
+                self._require_fewer(LOOKED_AT)
+                continue
+            if self.is_settled:
+                yield from doubtful
+                doubtful.clear()
+            yield rewrite, reply
+        if not self.is_settled:
+            self._require_fewer(FEWEST_LOOKED_AT)
+        yield from doubtful
+
+    def warn(self) -> None:
+        """Say at the end what was not settled."""
+        if self.change_count and not self.is_settled:
+            output().warn(
+                f"the chat template writes other text in place of {plural(self.change_count, 'answer')} of the target, "
+                f"or refuses them, so that prepare will too; {self.difference}"
+            )
+
+    def _require_fewer(self, count: int) -> None:
+        if self.change_count >= count:
+            raise ConfigError(
+                f"the chat template writes other text in place of the target's answers, or refuses them, so that "
+                f"prepare would too\n{self.difference}",
+                kind=Kind.TEMPLATE_UNSTABLE,
+                hint="--server URL of one with a reasoning parser; or --template FILE that writes answers as they are",
+            )
+
+    def _change(self, rewrite: Rewrite, answer: str) -> str | None:
+        """What the chat template makes of an answer; None where it writes it as it is, white space left out: that is
+        the template's to change."""
+        messages = [*rewrite.done, {"role": "assistant", "content": answer}]
+        try:
+            prompt, _ = self.template.render(rewrite.so_far, prompt=True)
+            text, _ = self.template.render(replace(rewrite.so_far, messages=messages))
+        except RENDER_ERRORS as error:
+            return reason_of(error)
+        prompt, answer, text = ("".join(one.split()) for one in (prompt, answer, text))
+        words = prompt + answer
+        if answer and text.startswith(words):
+            return None
+        at = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt))
+        excerpt = slice(at, at + _SHOWN)
+        return f"{text[excerpt]!r} where the target read and wrote {words[excerpt]!r}, white space left out"
 
 
 def _answers(batches: dict[str, Batch], turn: int, submit: Submit, beat: Beat) -> Iterator[tuple[Rewrite, Answer]]:

@@ -7,6 +7,7 @@ newer ``reasoning``).
 
 import hashlib
 import json
+import re
 import shlex
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,8 +32,10 @@ _WRONG_ACCESS = frozenset({401, 403, 404, 405})
 _MOST_TOKENS = 1 << 31
 # Why an answer ended that is whole, or dropped for its filter; in the words of OpenAI's servers and of Hugging Face's.
 _ENDED = (None, "", "stop", "tool_calls", "function_call", "content_filter", "eos", "eos_token", "end_turn")
-# Where vLLM and SGLang say what ended it: the id of a token of the target's own, or the text of a stop string.
+# Where vLLM and SGLang say what ended it: the id or the text of a token of the target's own, or a stop string.
 _STOPPED_BY = ("stop_reason", "matched_stop")
+# As targets have them that end a turn; ``</answer>`` is a stop string.
+_END_TOKEN = re.compile(r"<[^/<>][^<>]*>|</s>")
 
 
 class UnansweredError(Exception):
@@ -125,11 +128,15 @@ def _read_reply(document: Any) -> Reply:
         drop = "empty"
     elif repeated_share(words) > LOOP_SHARE:
         drop = "looping"
-    is_cut = finish not in _ENDED or any(isinstance(choice.get(name), str) for name in _STOPPED_BY)
+    is_cut = finish not in _ENDED or any(_is_stop_string(choice.get(name)) for name in _STOPPED_BY)
     reply = Reply(text, reasoning, calls, tokens, is_cut, drop)
     # A lone surrogate cannot be written; it must fail here, as this answer's error.
     json.dumps(reply.document(), ensure_ascii=False).encode()
     return reply
+
+
+def _is_stop_string(stop: Any) -> bool:
+    return isinstance(stop, str) and stop not in _ENDED and _END_TOKEN.fullmatch(stop) is None
 
 
 def _require_usable(reasoning: Any, calls: tuple[Any, ...], tokens: int) -> None:

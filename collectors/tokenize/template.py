@@ -8,6 +8,7 @@ it (turns.py); a template that strips old thoughts has none.
 Shapes: T tokens of one conversation, n turns. Text ranges [start, end) count characters, token spans tokens.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -146,6 +147,7 @@ class ChatTemplate:
         self.is_tagged = bool(_GENERATION_TAG.search(self.text_for(None)))
         self._special = dict(tokenizer.special_tokens_map)
         self._seams: dict[str, tuple[str, str]] = {}
+        self._headers: dict[bytes, str] = {}
         decoder = tokenizer.added_tokens_decoder
         added = [token.content for token in decoder.values() if token.special]
         self._own_ends = tuple(decoder[one].content for one in end_ids if one in decoder and decoder[one].content)
@@ -214,6 +216,21 @@ class ChatTemplate:
             self._seams[key] = before, after
         return self._seams[key]
 
+    def _header(self, conversation: Conversation) -> str:
+        """What the template writes between a question and its answer; empty where that is white space or not
+        revealed."""
+        beside = [conversation.tools, conversation.template_kwargs]
+        # Digests, for each conversation may have tools of its own.
+        key = hashlib.blake2b(json.dumps(beside, sort_keys=True).encode(), digest_size=16).digest()
+        if key not in self._headers:
+            question: Message = {"role": "user", "content": "What is two and two?"}
+            probe, alone, prompted = replace(conversation, messages=[question]), "", ""
+            with suppress(*RENDER_ERRORS):
+                (alone, _), (prompted, _) = self.render(probe), self.render(probe, prompt=True)
+            header = prompted[len(alone) :] if prompted.startswith(alone) else ""
+            self._headers[key] = header if header.strip() else ""
+        return self._headers[key]
+
     def prompt_ids(self, conversation: Conversation) -> list[int]:
         """Token ids up to where the next answer begins. Raises as rendering does: one of ``RENDER_ERRORS``."""
         return self._ids(self.render(conversation, prompt=True)[0])
@@ -227,7 +244,8 @@ class ChatTemplate:
             except RENDER_ERRORS:
                 return None
 
-        return Prefixes(text, conversation.messages, render, self.answer_length)
+        header = partial(self._header, conversation)
+        return Prefixes(text, conversation.messages, render, self.answer_length, header)
 
     def tokenise(self, conversations: Sequence[Conversation]) -> list[Tokenised | Problem]:
         """One result per conversation, in order."""

@@ -38,7 +38,7 @@ class RewrittenError(Exception):
 class Prefixes:
     """Renderings of the first messages of a conversation beside its whole text; ``render`` takes messages and whether
     to prompt, and gives None where refused; ``length`` says how much of a text that the template ended is the target's
-    (`answer_length`)."""
+    (`answer_length`), ``header`` what stands between a question and its answer, where that is more than white space."""
 
     def __init__(
         self,
@@ -46,10 +46,11 @@ class Prefixes:
         messages: Sequence[Message],
         render: Callable[[Sequence[Message], bool], str | None],
         length: Callable[[str], int],
+        header: Callable[[], str],
     ) -> None:
         self.text = text
         self.messages = messages
-        self._render, self._length = render, length
+        self._render, self._length, self._find_header = render, length, header
         self._ends: dict[int, int | None] = {0: 0, len(messages): len(text)}
 
     def end(self, count: int) -> int | None:
@@ -71,7 +72,8 @@ class Prefixes:
         prompt = self.prompt(index)
         end = self.end(index + 1)
         if prompt is None and not index:
-            raise RewrittenError("where message 1 begins is not revealed: no header of an answer stands before it")
+            header = f"the header {self._header!r} of prompts" if self._header else "a header of prompts"
+            raise RewrittenError(f"where message 1 begins is not revealed: {header} does not stand before it")
         if prompt is None or not self.text.startswith(prompt):
             raise RewrittenError(self._difference(f"the prompt of message {index + 1}", prompt))
         if end is None:
@@ -97,13 +99,7 @@ class Prefixes:
 
     @cached_property
     def _header(self) -> str:
-        """What stands between a question and its answer; empty where that is white space or not revealed."""
-        question = [{"role": "user", "content": "What is two and two?"}]
-        alone, prompted = self._render(question, False), self._render(question, True)
-        if alone is None or prompted is None or not prompted.startswith(alone):
-            return ""
-        header = prompted[len(alone) :]
-        return header if header.strip() else ""
+        return self._find_header()
 
     def _difference(self, title: str, alone: str | None) -> str:
         if alone is None:

@@ -1,5 +1,6 @@
 """Where answers begin: behind a header that some templates write, and prompt for, behind a question alone."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from tiny_templates import CHATML, chat, tiny_target, tiny_tokenizer, write_rows
 
 from collectors.tokenize.prepare import PrepareOptions, prepare
 from collectors.tokenize.template import ChatTemplate
-from hiddenstore.conversation import Problem
+from hiddenstore.conversation import Conversation, Problem
 from hiddenstore.errors import ConfigError
 from hiddenstore.inputs import PreparedInput
 from schemas.prepared import LossOn
@@ -52,8 +53,12 @@ def test_a_header_that_no_prompt_has_is_no_part_of_an_answer_behind_an_answer_or
     assert runs == ["Hello!", "You are back.", "b"]
 
 
-@pytest.mark.parametrize("text", [NO_HEADER, HEADER_ENDS_QUESTIONS])
-def test_an_answer_that_opens_without_a_header_is_refused_and_not_learned_with_what_stands_before_it(text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "header"), [(NO_HEADER, "a header"), (HEADER_ENDS_QUESTIONS, "the header '</think>'")]
+)
+def test_an_answer_that_opens_without_a_header_is_refused_and_not_learned_with_what_stands_before_it(
+    text: str, header: str
+) -> None:
     def of(loss_on: LossOn, messages: list[dict[str, Any]]) -> list[str] | Problem:
         template = ChatTemplate(tiny_tokenizer(text), loss_on)
         found = tokenise(template, messages)
@@ -62,9 +67,26 @@ def test_an_answer_that_opens_without_a_header_is_refused_and_not_learned_with_w
     refused = of("assistant", [HELLO, *chat("a", "b")])
     assert isinstance(refused, Problem)
     assert refused.reason == "not-prefix-stable"
-    assert "where message 1 begins" in refused.detail
+    assert refused.detail == f"where message 1 begins is not revealed: {header} of prompts does not stand before it"
     assert of("last-turn", [HELLO, *chat("a", "b")]) == ["b</s>"]
     assert of("assistant", [*chat("a", "b"), HELLO]) == ["b</s>Hello!</s>"]
+
+
+def test_the_header_is_asked_for_once_for_each_setting_and_set_of_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    template, rendered = ChatTemplate(tiny_tokenizer(NO_HEADER)), list[str]()
+    render = ChatTemplate.render
+
+    def count(self: ChatTemplate, conversation: Conversation, *more: Any, **named: Any) -> Any:
+        rendered.append(conversation.messages[0]["content"])
+        return render(self, conversation, *more, **named)
+
+    monkeypatch.setattr(ChatTemplate, "render", count)
+    plain = Conversation("f:1", chat("a", "b"))
+    others = replace(plain, tools=[{"name": "add"}]), replace(plain, template_kwargs={"enable_thinking": False})
+    template.tokenise([plain] * 3)
+    assert len(rendered) - rendered.count("a") == 2
+    template.tokenise([*others, plain] * 3)
+    assert len(rendered) - rendered.count("a") == 6
 
 
 THINKS_IN_TAGS = HEADER_TAGGED.replace(

@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_templates import CHATML, HARMONY, MARKS, tiny_tokenizer
-from tiny_templates import tiny_target as folder_of
 
 from collectors.regenerate import generate, in_process
 from collectors.regenerate.generate import Answer, Sampling, nucleus, prompt_batches
@@ -24,7 +22,7 @@ from collectors.regenerate.job import regenerate, take_answered
 from collectors.regenerate.options import RegenerateOptions, RegenerateReport
 from collectors.targets.load import LoadedTarget
 from hiddenstore.errors import ConfigError, ConflictError, InterruptError, NotFoundError, StorageError
-from tests.collectors.tiny import TEMPLATE, save_target, tidies_up, tiny_target
+from tests.collectors.tiny import TEMPLATE, save_target, tiny_target
 
 PROMPTS = [[1, 40, 41, 42], [1, 50], [1, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69], [1, 33, 34], [1, 70]]
 
@@ -204,84 +202,6 @@ def test_a11_a_row_says_which_of_its_answers_the_limit_cut(
     assert run(options).cut > 0
     answered = [message for row in rows(options.out) for message in row if message["role"] == "assistant"]
     assert {message["finish_reason"] for message in answered} == {"length"}
-
-
-def target_that_says(
-    text: str, template: str, folder: Path, monkeypatch: pytest.MonkeyPatch, ended: bool = True
-) -> str:
-    """A target of this chat template whose every answer is ``text``, special tokens in it and all."""
-    tokenizer = tiny_tokenizer(template)
-    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
-    tokenizer.save_pretrained(folder_of(folder))
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    monkeypatch.setattr(in_process, "load_target", lambda *_: None)
-
-    def answers(_target: object, prompts: list[list[int]], *_more: object) -> list[tuple[int, Answer]]:
-        return [(row, Answer(ids, ended)) for row in range(len(prompts))]
-
-    monkeypatch.setattr(in_process, "generate_batch", answers)
-    return str(folder)
-
-
-def test_an_answer_keeps_the_spaces_before_its_punctuation(
-    options: RegenerateOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = "x = [1 , 2] if a . b else do n't ! Why ?"
-    target = target_that_says(said, CHATML, tmp_path / "says", monkeypatch)
-    tidies_up(Path(target))
-    run(replace(options, target=target))
-    assert rows(options.out)[0][1]["content"] == said
-
-
-IN_CHANNELS = "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>Four."
-OPENS_A_THOUGHT = CHATML.replace("assistant\n{% endif", "assistant\n<think>{% endif").replace(
-    "{{ m['content'] }}", "{% if m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] }}"
-)
-REFUSES_CHANNELS = "{% if '<|channel|>' in messages[-1].content %}{{ raise_exception('no tags here') }}{% endif %}"
-
-
-@pytest.mark.parametrize(
-    ("template", "says", "change"),
-    [
-        (
-            HARMONY,
-            IN_CHANNELS,
-            "'<|channel|>final<|message|><|channel|>an' where the target read and wrote '<|channel|>analysis",
-        ),
-        (REFUSES_CHANNELS + HARMONY, IN_CHANNELS, "no tags here"),
-        (
-            OPENS_A_THOUGHT,
-            "hm</think>yo",
-            "'</think>hm</think>yo<|im_end|>' where the target read and wrote 'hm</think>yo'",
-        ),
-    ],
-)
-def test_a_run_ends_before_its_first_answer_is_kept_where_the_template_writes_answers_as_other_text(
-    template: str, says: str, change: str, options: RegenerateOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = target_that_says(says, template, tmp_path / "says", monkeypatch)
-    with pytest.raises(ConfigError) as caught:
-        run(replace(options, target=target))
-    assert caught.value.kind == "template-unstable"
-    assert change in caught.value.message
-    assert "reasoning parser" in str(caught.value.hint)
-    assert not folder_of_answers(options).exists()
-
-
-@pytest.mark.parametrize(
-    ("template", "says", "ended"),
-    [
-        (CHATML, IN_CHANNELS, True),
-        (CHATML.replace("{{ m['content'] }}", "{{ m['content'] | trim }}"), "  yo\n", True),
-        (OPENS_A_THOUGHT, "hm, I was cut", False),
-    ],
-)
-def test_a_run_goes_on_where_the_template_writes_answers_as_they_are_or_they_were_cut(
-    template: str, says: str, ended: bool, options: RegenerateOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = target_that_says(says, template, tmp_path / "says", monkeypatch, ended)
-    assert run(replace(options, target=target)).answers == 4
-    assert rows(options.out)[0][1]["content"] == says
 
 
 def test_a_question_without_an_answer_gets_one_after_every_user_turn(

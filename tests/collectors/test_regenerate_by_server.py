@@ -585,7 +585,9 @@ def test_what_a_server_calls_the_end_of_an_answer_is_no_cut(reason: str, is_cut:
         ({"finish_reason": "stop_sequence"}, True),
         ({"finish_reason": "stop", "stop_reason": 128009}, False),
         ({"finish_reason": "stop", "matched_stop": 128009}, False),
-        ({"finish_reason": "stop", "stop_reason": None}, False),
+        *(({"finish_reason": "stop", "stop_reason": said}, False) for said in (None, "", "end_turn")),
+        *(({"finish_reason": "stop", "matched_stop": said}, False) for said in ("<|im_end|>", "</s>", "<end_of_turn>")),
+        *(({"finish_reason": "stop", "matched_stop": said}, True) for said in ("</answer>", "<", "\n<|x|>")),
     ],
 )
 def test_a_stop_string_is_no_end_that_the_target_wrote(
