@@ -519,8 +519,10 @@ def token_batches(
     follows = config.train.follow and not validation
     endless = config.train.max_steps is not None and not validation and not follows
     needs: Needs = drafter_kind(config.drafter.name).needs(config.drafter, config.loss)
-    # A store that grows may bring a longer sample than the settings were derived from.
-    longest = int(store.catalog.table.tokens.max(initial=0)) if follows or epoch else 0
+    # A store that grows may bring a longer training sample than the settings were derived from; those of the run's own
+    # list fit a pack, so that a resume in a later epoch packs it as before.
+    table = store.catalog.table
+    longest = int(table.tokens[table.split == SPLITS.index("train")].max(initial=0)) if follows or epoch else 0
     longest = min(longest, config.data.max_tokens or longest)
     return TokenBatches(
         store,
