@@ -157,6 +157,9 @@ def test_a_run_that_leaves_off_following_where_an_epoch_ends_stays_with_its_list
         train(store, run, words=["train.follow=false", f"train.max_steps={last}"], resume=True)
     cursors = [checkpoint.read_state(run / f"checkpoints/step-{step}").cursor for step in (2, 3, 4)]
     assert len({cursor["snapshot"] for cursor in cursors}) == 1
+    trained_on = training_store(describe(run))
+    assert trained_on is not None
+    assert train_samples(trained_on) == first
 
 
 def test_a_run_that_leaves_off_following_ends_with_the_epochs_of_the_list_that_it_stays_with(tmp_path: Path) -> None:

@@ -1,14 +1,18 @@
 """Thirty steps straight against half of them, SIGKILL, and the rest: the same losses, bit for bit."""
 
 import json
+import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from hiddenstore.testing.builders import memory_input
 from tests.forked import Forked, command
-from tests.trainer.runs import WORDS, tiny_store
+from tests.trainer.runs import WORDS, store_of, tiny_store
+from trainer.train.checkpoint import read_state
 from trainer.train.loop import train
 from trainer.train.run_folder import load_drafter
 
@@ -41,6 +45,25 @@ def test_a_killed_and_resumed_run_repeats_the_uninterrupted_one(tmp_path: Path) 
     assert start(store, killed, "--resume").wait(120) == 0
     assert records(killed) == records(straight)
     weights = [(run / "checkpoints/step-30/drafter.safetensors").read_bytes() for run in (straight, killed)]
+    assert weights[0] == weights[1]
+
+
+def test_a_resume_in_a_later_epoch_packs_as_before_where_samples_of_validation_are_longer(tmp_path: Path) -> None:
+    *shorter, longest = sorted(memory_input(samples=17).samples(), key=lambda sample: sample.tokens)
+    assert longest.tokens > shorter[-1].tokens
+    samples = [*(replace(sample, split="train") for sample in shorter), replace(longest, split="validation")]
+    store, straight, resumed = store_of(tmp_path, samples).path, tmp_path / "straight", tmp_path / "resumed"
+    words = [
+        *WORDS, f"data.pack_tokens={shorter[-1].tokens}", "train.max_steps=none", "train.epochs=3",
+        "train.checkpoint_every=1", "train.keep=99", "train.validate_every=0",
+    ]  # fmt: skip
+    steps = train(store, straight, words=words).steps
+    shutil.copytree(straight, resumed)
+    for step in range(steps // 2 + 1, steps + 1):
+        shutil.rmtree(resumed / f"checkpoints/step-{step}")
+    assert read_state(resumed / f"checkpoints/step-{steps // 2}").cursor["epoch"] == 1
+    train(store, resumed, resume=True)
+    weights = [(run / f"checkpoints/step-{steps}/drafter.safetensors").read_bytes() for run in (straight, resumed)]
     assert weights[0] == weights[1]
 
 

@@ -4,9 +4,13 @@ import re
 import secrets
 from collections.abc import Iterator
 
-from hiddenstore.data import Cursor
+import numpy as np
+
+from hiddenstore.data import Cursor, Order
 from hiddenstore.fs.seam import Filesystem
 from hiddenstore.index.catalog import saved_snapshots
+from hiddenstore.index.table import SPLITS
+from hiddenstore.store import Store
 
 # The name of a snapshot has 120 characters at most: a branch of many branches forgets those between.
 _LONGEST_NAME = 84
@@ -24,12 +28,18 @@ def branch_name(run: str, epoch: int) -> str:
     return f"{epoch_name(other, epoch)}.{secrets.token_hex(4)}"
 
 
-def newest_until(fs: Filesystem, run: str, epoch: int) -> str:
-    """The name of the newest of `published_until`; empty where the run's own is what that epoch reads."""
-    return next(published_until(fs, run, epoch), "")
+def snapshot_of(fs: Filesystem, run: str, cursor: Cursor) -> str:
+    """The name of the newest snapshot published in the store ``fs``, by the run whose own is ``run``, of the training
+    samples that ``cursor`` counts in; empty for the run's own. A run that left off following stays with its list,
+    whatever was published for later epochs before a kill. Raises what ``Store.open`` does."""
+    for name in _published_until(fs, run, last_read(cursor)):
+        table = Store.open(fs, name).catalog.table
+        if Order(table.ids.take(np.flatnonzero(table.split == SPLITS.index("train")))).digest == cursor.snapshot:
+            return name
+    return ""
 
 
-def published_until(fs: Filesystem, run: str, epoch: int) -> Iterator[str]:
+def _published_until(fs: Filesystem, run: str, epoch: int) -> Iterator[str]:
     """The names of the snapshots up to ``epoch``, newest first, of the run whose own is ``run`` and of the run that it
     left for a branch, up to where it did."""
     published = saved_snapshots(fs)

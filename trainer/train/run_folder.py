@@ -43,7 +43,7 @@ from trainer.presets import settings_file
 from trainer.settings import config_class, load_config, refuse_overruled, with_precision
 from trainer.train import checkpoint
 from trainer.train.checkpoint import DrafterSpec
-from trainer.train.epochs import branch_name, last_read, newest_until
+from trainer.train.epochs import branch_name, last_read, snapshot_of
 from trainer.train.log import METRICS
 from trainer.train.storage import CACHE_BYTES, Mirror, through_cache
 from trainer.train.track import require_trackers
@@ -164,7 +164,7 @@ def training_store(info: RunInfo) -> Store | None:
     fs = open_filesystem(info.spec.store)
     try:
         cursor = Cursor.from_json(checkpoint.read_state(info.checkpoint).cursor)
-        return Store.open(fs, newest_until(fs, snapshot.name, last_read(cursor)) or snapshot)
+        return Store.open(fs, snapshot_of(fs, snapshot.name, cursor) or snapshot)
     except NotFoundError:
         return None
     except CorruptionError as error:

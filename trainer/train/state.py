@@ -44,7 +44,7 @@ from trainer.parallel.data_parallel import Ddp, full_state_dict, parallelize
 from trainer.parallel.group import ProcessGroup, limit_kernel_caches, require_own_gpus, uses_nccl
 from trainer.settings import config_class, view_of
 from trainer.train import checkpoint
-from trainer.train.epochs import epoch_name, last_read, published_until
+from trainer.train.epochs import epoch_name, snapshot_of
 from trainer.train.guard import BestCheckpoints, SpikeGuard
 from trainer.train.optim import Optimizer
 from trainer.train.run_folder import (
@@ -94,7 +94,8 @@ class TrainState:
         begins = self.config.train.follow and not cursor.samples
         name = self.group.broadcast_bytes(lambda: self._snapshot_at(cursor, begins).encode()).decode()
         with self.group.all_or_none():
-            batches = self._batches_of(name, cursor.epoch)
+            store = self.options.open_store(name) if name else self.store
+            batches = token_batches(store, self.config, self.group, self.device, epoch=cursor.epoch)
             snapshot = batches.digest if begins else cursor.snapshot
             batches.load_state_dict(replace(cursor, snapshot=snapshot).to_json())
         self.batches = batches
@@ -114,14 +115,7 @@ class TrainState:
                 output().warn(f"epoch {epoch + 1} reads no more than the one before it: {error.message}")
             else:
                 return name
-        # A run that left off following stays with its list, whatever was published for later epochs before a kill.
-        names = published_until(self.store.fs, run, last_read(cursor))
-        return next((name for name in names if self._batches_of(name, epoch).digest == cursor.snapshot), "")
-
-    def _batches_of(self, name: str, epoch: int) -> TokenBatches:
-        """The batches over a published snapshot; an empty name is the run's own."""
-        store = self.options.open_store(name) if name else self.store
-        return token_batches(store, self.config, self.group, self.device, epoch=epoch)
+        return snapshot_of(self.store.fs, run, cursor)
 
     @property
     def path(self) -> Path:
@@ -519,8 +513,10 @@ def token_batches(
     follows = config.train.follow and not validation
     endless = config.train.max_steps is not None and not validation and not follows
     needs: Needs = drafter_kind(config.drafter.name).needs(config.drafter, config.loss)
-    # A store that grows may bring a longer sample than the settings were derived from.
-    longest = int(store.catalog.table.tokens.max(initial=0)) if follows or epoch else 0
+    # A store that grows may bring a longer training sample than the settings were derived from; those of the run's own
+    # list fit a pack, so that a resume in a later epoch packs it as before.
+    table = store.catalog.table
+    longest = int(table.tokens[table.split == SPLITS.index("train")].max(initial=0)) if follows or epoch else 0
     longest = min(longest, config.data.max_tokens or longest)
     return TokenBatches(
         store,
