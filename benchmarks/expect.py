@@ -20,7 +20,7 @@ from benchmarks.commands import Command
 from benchmarks.drafter_quality import BATCH_TOKENS, BY_NAME, Bench, Quality, Row
 
 TOKENS = (10_000, 30_000, 100_000, 300_000)
-DRAFT_LEN = "3"
+DRAFT_LEN, WHOLE_BLOCK = "3", "7"
 ROWS = (Row("eagle3.1", BY_NAME["eagle3.1 3 TTT steps"].words), BY_NAME["dflash"], BY_NAME["dspark"])
 
 
@@ -33,17 +33,16 @@ class Point:
     seeds: Sequence[Quality]
     speed_of_one: float
 
-    @property
-    def lengths(self) -> list[float]:
+    def lengths(self, draft_len: str = DRAFT_LEN) -> list[float]:
         """Accepted length of each seed."""
-        return [one["chains"][DRAFT_LEN]["accepted_length"] for one in self.seeds]
+        return [one["chains"][draft_len]["accepted_length"] for one in self.seeds]
 
     def cells(self) -> list[Any]:
         """A line of the table."""
         cpu_s = statistics.median(one["train_cpu_s"] for one in self.seeds)
-        speed = statistics.median(self.lengths) * self.speed_of_one
-        sizes = [self.row, f"{self.tokens:,}", len(self.seeds)]
-        return [*sizes, report.spread(self.lengths), f"{speed:.2f}x", f"{cpu_s:.0f}"]
+        speed = statistics.median(self.lengths()) * self.speed_of_one
+        lengths = [report.spread(self.lengths(draft_len)) for draft_len in (DRAFT_LEN, WHOLE_BLOCK)]
+        return [self.row, f"{self.tokens:,}", len(self.seeds), *lengths, f"{speed:.2f}x", f"{cpu_s:.0f}"]
 
 
 def measure(arguments: Any) -> tuple[list[Point], Quality]:
@@ -59,7 +58,7 @@ def measure(arguments: Any) -> tuple[list[Point], Quality]:
             seeds = [bench.measure(row, seed) for seed in range(arguments.seeds)]
             run = str(bench.runs / f"{row.folder}-seed0")
             points.append(Point(row.name, tokens, seeds, speed_of_one(command, run, arguments)))
-            report.progress(f"{row.name} {tokens:,}: {report.spread(points[-1].lengths)}")
+            report.progress(f"{row.name} {tokens:,}: {report.spread(points[-1].lengths())}")
         floors = floors or bench.floors()
     return points, floors
 
@@ -80,9 +79,9 @@ def draw(points: Sequence[Point], floor: float, path: Path) -> None:
     for name in dict.fromkeys(point.row for point in points):
         line = [point for point in points if point.row == name]
         sizes = [point.tokens for point in line]
-        (drawn,) = axes.plot(sizes, [statistics.median(point.lengths) for point in line], label=name)
+        (drawn,) = axes.plot(sizes, [statistics.median(point.lengths()) for point in line], label=name)
         for point in line:
-            axes.plot([point.tokens] * len(point.seeds), point.lengths, "o", ms=4, color=drawn.get_color())
+            axes.plot([point.tokens] * len(point.seeds), point.lengths(), "o", ms=4, color=drawn.get_color())
     axes.axhline(floor, ls=":", color="gray", label="n-gram floor")
     axes.set(xscale="log", xlabel="tokens of training text, read once", ylabel="accepted length, drafts of 3")
     axes.legend()
@@ -102,12 +101,14 @@ def main() -> None:
     arguments = parser.parse_args()
     points, floors = measure(arguments)
     floor = floors["ngram"][DRAFT_LEN]
-    head = ["drafter", "tokens", "seeds", "accepted length", "tokens/s over plain", "CPU s to train"]
+    drafts = [f"drafts of {draft_len}" for draft_len in (DRAFT_LEN, WHOLE_BLOCK)]
+    head = ["drafter", "tokens", "seeds", *drafts, "tokens/s over plain", "CPU s to train"]
     page = [
         f"# What more text gives, {report.today()}\n",
-        f"{report.machine_line()} Text read once in steps of {BATCH_TOKENS:,} tokens; drafts of {DRAFT_LEN}, over "
+        f"{report.machine_line()} Text read once in steps of {BATCH_TOKENS:,} tokens; accepted length over "
         f"{floors['validation']['samples']} held-out answers; median of the seeds, lowest and highest in brackets. "
-        f"N-gram floor of the largest table: {floor:.3f}. Tokens/s: in process, from what drafts cost here.\n",
+        f"N-gram floor of the largest table, drafts of {DRAFT_LEN}: {floor:.3f}. Tokens/s: drafts of {DRAFT_LEN}, in "
+        "process, from what drafts cost here.\n",
         report.table(head, [point.cells() for point in points]) + "\n",
         f"![accepted length over tokens](expect-{report.today()}.svg)",
     ]
