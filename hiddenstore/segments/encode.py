@@ -108,9 +108,9 @@ class RowStats:
         """Rows bfloat16 [t, D] on the CPU, the norm float32 [t] of each, and the bits of the largest |value|."""
         exact = _exact(rows, norms)
         finite = np.isfinite(exact)
-        peak = (
-            float(np.uint32(largest << 16).view(np.float32)) if finite.all() else _peak(rows[torch.from_numpy(finite)])
-        )
+        peak = float(np.uint32(largest << 16).view(np.float32))
+        if not finite.all():
+            peak = _peak(rows[torch.from_numpy(finite)])
         self._keep(exact[finite], rows.shape[1], len(rows), peak)
 
     def _keep(self, norms: np.ndarray, width: int, rows: int, peak: float) -> None:
@@ -119,8 +119,9 @@ class RowStats:
         self.peak = max(self.peak, peak)
 
     def _peak_of(self, values: Tensor, norms: np.ndarray) -> float:
-        """The largest |value| of float32 rows of these norms float64, or that of the rows before, which is larger: no value is
-        larger than its row is long, and behind a first token, which most models make huge, few rows are that long."""
+        """The largest |value| of rows float32 [m, D] of these norms float64 [m], or that of the rows before, which is
+        larger: no value is larger than its row is long, and behind a first token, which most models make huge, few rows
+        are that long."""
         suspects = np.flatnonzero(norms * _NORM_MARGIN > self.peak)
         if not len(suspects):
             return self.peak
