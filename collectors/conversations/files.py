@@ -26,6 +26,7 @@ from hiddenstore.targets.folder import first_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 LINES = (".jsonl", ".ndjson")
 SUFFIXES = (*LINES, ".json", ".parquet")
@@ -34,7 +35,8 @@ MAX_ROW_BYTES = 64 << 20
 _BUFFER_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 16
 # What is read of a parquet file at once, by the bytes that it says its values have: small reads cost far more each.
-_READ_BYTES, _READ_ROWS = 16 << 20, 1024
+# Arrow makes the dictionary of a row group anew for each of these.
+_READ_BYTES, _READ_ROWS = 16 << 20, 1 << 14
 _VALUE_BYTES = 8
 _MAX_DEPTH = 500
 _SPACE = b" \t\r\n"
@@ -75,7 +77,8 @@ def open_file(path: Path, label: str, columns: ColumnFilter = conversation_colum
 def rows_within(source: Source, cut: slice) -> Source:
     """The rows of a source within ``cut``, counted from 0; blank lines are no rows."""
     count = None if source.count is None else len(range(source.count)[cut])
-    return replace(source, rows=lambda: islice(source.rows(), cut.start, cut.stop), count=count)
+    size = source.size * count // source.count if source.count and count is not None else source.size
+    return replace(source, rows=lambda: islice(source.rows(), cut.start, cut.stop), count=count, size=size)
 
 
 class ByteStream:
@@ -203,14 +206,17 @@ def _open_parquet(path: Path, label: str, columns: ColumnFilter) -> Source:
         raise_refusal(error, path)
         raise _unreadable(path, error) from error
     columns_read = columns(names, str(path)) if about.num_rows else []
-    return Source(label, size, partial(_parquet_rows, path, label, columns_read), about.num_rows)
+    rows = about.num_rows
+    return Source(label, size, partial(_parquet_rows, path, label, columns_read, size / max(1, rows)), rows)
 
 
-def _parquet_rows(path: Path, label: str, columns: list[str]) -> Iterator[Row]:
+def _parquet_rows(path: Path, label: str, columns: list[str], share: float) -> Iterator[Row]:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
-    numbers = count(1)
+    number = 0
     try:
+        types = pq.read_schema(path)
         for batch in _parquet_batches(path, columns):
             sizes = sum(map(_bytes_of, batch.columns), np.zeros(len(batch), np.int64)).tolist()
             start = 0
@@ -218,11 +224,12 @@ def _parquet_rows(path: Path, label: str, columns: list[str]) -> Iterator[Row]:
                 at_once = sum(sizes[start : start + TABLE_BATCH_ROWS]) <= min(_READ_BYTES, MAX_ROW_BYTES)
                 end = start + (TABLE_BATCH_ROWS if at_once else 1)
                 is_row = sizes[start] <= MAX_ROW_BYTES
-                for value in batch.slice(start, end - start).to_pylist() if is_row else [{}]:
-                    location, size = f"{label}:{next(numbers)}", sizes[start]
+                for value in _values_of(batch.slice(start, end - start), types) if is_row else [{}]:
+                    number += 1
+                    location, size = f"{label}:{number}", round(share * number) - round(share * (number - 1))
                     payload: Any = {name: _without_absent(item) for name, item in value.items()}
                     payload = payload if is_row else Problem(location, "row-too-large", _TOO_LARGE)
-                    yield Row(location, payload, size, path.parent)
+                    yield Row(location, payload, size, path.parent, sizes[start])
                     start += 1
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise_refusal(error, path)
@@ -231,6 +238,7 @@ def _parquet_rows(path: Path, label: str, columns: list[str]) -> Iterator[Row]:
 
 def _parquet_batches(path: Path, columns: list[str]) -> "Iterator[pa.RecordBatch]":
     """Rows with texts as dictionaries: a text that a file holds once and names in every row is in memory once."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as plain:
@@ -238,21 +246,51 @@ def _parquet_batches(path: Path, columns: list[str]) -> "Iterator[pa.RecordBatch
         leaves = [about.schema.column(number) for number in range(about.num_columns)]
         texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
         with pq.ParquetFile(path, metadata=about, read_dictionary=texts) as shared:
-            for number in range(about.num_row_groups):
-                group, done = about.row_group(number), 0
-                most = _READ_BYTES * group.num_rows // max(1, group.total_byte_size)
+            for groups, rows, size in _runs(about):
+                most, done = max(1, min(_READ_ROWS, _READ_BYTES * rows // max(1, size))), 0
                 try:
-                    for batch in shared.iter_batches(max(1, min(_READ_ROWS, most)), [number], columns):
+                    batches = shared.iter_batches(most, groups, columns)
+                    if len(groups) > 1:
+                        # Arrow reads no texts within lists from several groups in one call.
+                        whole = pa.concat_tables(shared.read_row_group(group, columns) for group in groups)
+                        batches = whole.combine_chunks().to_batches()
+                    for batch in batches:
                         yield batch
                         done += len(batch)
                 except OSError as error:
                     if "DictAccumulator" not in str(error):
                         raise
                     # Arrow has none of texts told by how each differs from the one before. Any row may have them all.
-                    few = max(1, min(_READ_ROWS, _READ_BYTES // max(1, group.total_byte_size)))
-                    for batch in plain.iter_batches(few, [number], columns):
+                    few = max(1, min(_READ_ROWS, _READ_BYTES // max(1, size)))
+                    for batch in plain.iter_batches(few, groups, columns):
                         yield batch.slice(min(done, len(batch)))
                         done = max(0, done - len(batch))
+
+
+def _runs(about: "pq.FileMetaData") -> Iterator[tuple[list[int], int, int]]:
+    """Row groups to read at once, their rows, and the bytes that these are said to have: a read of a small group costs
+    far more than its rows."""
+    groups: list[int] = []
+    rows = size = 0
+    for number in range(about.num_row_groups):
+        group = about.row_group(number)
+        if groups and (rows + group.num_rows > _READ_ROWS or size + group.total_byte_size > _READ_BYTES):
+            yield groups, rows, size
+            groups, rows, size = [], 0, 0
+        groups.append(number)
+        rows, size = rows + group.num_rows, size + group.total_byte_size
+    yield groups, rows, size
+
+
+def _values_of(batch: "pa.RecordBatch", types: "pa.Schema") -> list[dict[str, Any]]:
+    import pyarrow as pa
+
+    columns = []
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        with suppress(pa.ArrowNotImplementedError):
+            column = column.cast(types.field(types.get_all_field_indices(name)[0]).type)
+        columns.append(column)
+    return pa.RecordBatch.from_arrays(columns, batch.schema.names).to_pylist()
 
 
 def _bytes_of(column: "pa.Array") -> np.ndarray:
@@ -264,8 +302,10 @@ def _bytes_of(column: "pa.Array") -> np.ndarray:
         return _bytes_of(column.storage)
     kind = column.type
     if pa.types.is_dictionary(kind):
-        texts = np.append(_bytes_of(column.dictionary), _VALUE_BYTES)
-        return texts[column.indices.fill_null(len(texts) - 1).to_numpy()]
+        named, places = np.unique(column.indices.drop_null().to_numpy(), return_inverse=True)
+        lengths = np.full(len(column), _VALUE_BYTES)
+        lengths[column.is_valid().to_numpy(zero_copy_only=False)] = _bytes_of(column.dictionary.take(named))[places]
+        return lengths
     if pa.types.is_struct(kind):
         return sum(map(_bytes_of, column.flatten()), np.full(len(column), _VALUE_BYTES))
     if pa.types.is_nested(kind):

@@ -98,7 +98,7 @@ def batches_of(rows: Iterable[Row], takes_images: bool = False) -> Iterator[list
     size = 0
     for row in rows:
         batch.append(row)
-        size += row.size
+        size += row.text_size or row.size
         if len(batch) == most or size >= BATCH_BYTES:
             yield batch
             batch, size = [], 0
@@ -166,7 +166,7 @@ def ordered_batches(
         size = 0
         while size < WORTH_WORKERS_BYTES and (batch := next(batches, None)):
             ahead.append(batch)
-            size += sum(row.size for row in batch)
+            size += sum(row.text_size or row.size for row in batch)
         # macOS knows no affinity.
         cores = usable_cores()
         worth = max(expected_bytes, size) // WORTH_WORKERS_BYTES if expected_bytes else MOST_WORKERS

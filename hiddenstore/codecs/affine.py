@@ -56,8 +56,8 @@ SMALL = {
 class Seen(Protocol):
     """Who is shown the rows of a layer while they are encoded, block by block."""
 
-    def add(self, pieces: Sequence[Tensor], values: Tensor) -> None:
-        """Rows bfloat16 [t, D] that lie end to end, and the same in one float32 [m, D], which is spent afterwards."""
+    def add(self, values: Tensor) -> None:
+        """Rows of bfloat16 as float32 [m, D], which is spent afterwards."""
 
     def add_norms(self, rows: Tensor, norms: np.ndarray, largest: int) -> None:
         """Rows bfloat16 [t, D], the norm float32 [t] of each, and the bits of the largest magnitude among them."""
@@ -277,7 +277,7 @@ class AffineCodec(ABC):
             for piece, into in zip(pieces, values.split(lengths), strict=True):
                 into.copy_(piece)
             if layer.seen is not None:
-                layer.seen.add(pieces, values)
+                layer.seen.add(values)
             values.sub_(layer.offset).mul_(inverse)
             is_fine = None if classes is None else classes[rows, None]
             self.codes_of(y, codes[rows], token_scale[rows], peak[rows], is_fine)

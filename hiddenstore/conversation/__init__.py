@@ -85,12 +85,14 @@ class Problem:
 class Row:
     """One row at ``file:line``, ``size`` bytes; ``payload`` is bytes, a decoded value, or the problem of reading it.
     A null within a decoded value was written there: what a table gives to every row, its reader takes out again.
-    ``folder``: where paths in it begin, None where it comes from no file."""
+    ``folder``: where paths in it begin, None where it comes from no file. The rows of a parquet file have equal shares
+    of its ``size``; ``text_size`` is what the values of each have as text."""
 
     location: str
     payload: Any
     size: int
     folder: Path | None = None
+    text_size: int | None = None
 
 
 @dataclass(frozen=True)

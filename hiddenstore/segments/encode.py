@@ -26,7 +26,7 @@ from schemas import FINAL, CaptureSpec, LayerStats, SampleEntry, field_name
 _STATS_ELEMENTS = 1 << 19
 # More than what float32 loses of the norm of a row.
 _NORM_MARGIN = 1.001
-# Of rows this short the squares are nothing in float32, or nearly, and their norm says nothing.
+# Of rows this short the squares are nothing in float32, or nearly; those of rows above 1.8e19 are infinite.
 _SQUARES_VANISH = 1e-18
 _FEW_ROWS = 16
 # Smaller samples cost more in calls than in being joined.
@@ -96,34 +96,33 @@ class RowStats:
         """Root mean square of each finite row, float64."""
         return np.concatenate(self._norms) if self._norms else np.zeros(0)
 
-    def add(self, pieces: Sequence[Tensor], values: Tensor) -> None:
-        """Rows bfloat16 [t, D] of pieces that lie end to end, and the same as one float32 [m, D]."""
-        norms = torch.linalg.vector_norm(values, dim=1).cpu()
-        lengths = norms.numpy()
+    def add(self, values: Tensor) -> None:
+        """Rows of bfloat16 as float32 [m, D]."""
+        norms = _exact(values, torch.linalg.vector_norm(values, dim=1).cpu().numpy())
         # A few hundred numbers: by calls of torch they would take as long as all the rest.
-        if not np.isfinite(lengths).all():
-            norms, peak = _of_finite_rows(torch.cat(list(pieces)), norms)
-        else:
-            peak = self._peak_of(values, lengths)
-        self._keep(norms.numpy(), values.shape[1], len(values), peak)
+        finite = np.isfinite(norms)
+        kept = values if finite.all() else values[torch.from_numpy(finite)]
+        self._keep(norms[finite], values.shape[1], len(values), self._peak_of(kept, norms[finite]))
 
     def add_norms(self, rows: Tensor, norms: np.ndarray, largest: int) -> None:
         """Rows bfloat16 [t, D] on the CPU, the norm float32 [t] of each, and the bits of the largest |value|."""
-        if not np.isfinite(norms).all():
-            finite, peak = _of_finite_rows(rows, torch.from_numpy(norms))
-            self._keep(finite.numpy(), rows.shape[1], len(rows), peak)
-            return
-        self._keep(norms, rows.shape[1], len(rows), float(np.uint32(largest << 16).view(np.float32)))
+        exact = _exact(rows, norms)
+        finite = np.isfinite(exact)
+        peak = float(np.uint32(largest << 16).view(np.float32))
+        if not finite.all():
+            peak = _peak(rows[torch.from_numpy(finite)])
+        self._keep(exact[finite], rows.shape[1], len(rows), peak)
 
     def _keep(self, norms: np.ndarray, width: int, rows: int, peak: float) -> None:
-        self._norms.append(norms.astype(np.float64) / width**0.5)
+        self._norms.append(norms / width**0.5)
         self._rows += rows
         self.peak = max(self.peak, peak)
 
     def _peak_of(self, values: Tensor, norms: np.ndarray) -> float:
-        """The largest |value| of float32 rows of these norms, or that of the rows before, which is larger: no value is
-        larger than its row is long, and behind a first token, which most models make huge, few rows are that long."""
-        suspects = np.flatnonzero((norms * _NORM_MARGIN > self.peak) | (norms < _SQUARES_VANISH))
+        """The largest |value| of rows float32 [m, D] of these norms float64 [m], or that of the rows before, which is
+        larger: no value is larger than its row is long, and behind a first token, which most models make huge, few rows
+        are that long."""
+        suspects = np.flatnonzero(norms * _NORM_MARGIN > self.peak)
         if not len(suspects):
             return self.peak
         return _peak(values if len(suspects) > len(norms) // _FEW_ROWS else values[suspects])
@@ -144,7 +143,7 @@ class RowStats:
         step = max(1, _STATS_ELEMENTS // max(1, width)) if states.device.type == "cpu" else tokens
         scratch = torch.empty((min(step, tokens), width), dtype=torch.float32, device=states.device)
         for block in states.split(step):
-            self.add([block], scratch[: len(block)].copy_(block))
+            self.add(scratch[: len(block)].copy_(block))
 
     def summary(self) -> LayerStats:
         """What a commit record says of them."""
@@ -158,16 +157,14 @@ class RowStats:
         )
 
 
-def _of_finite_rows(states: Tensor, norms: Tensor) -> tuple[Tensor, float]:
-    """Norms of the finite rows among bfloat16 [m, D], and their largest |value|; ``norms`` fp32 [m] as they came, on
-    the CPU, wherever the states are."""
-    suspects = torch.nonzero(~torch.isfinite(norms)).flatten()
-    is_finite = torch.isfinite(states[suspects]).all(dim=1).cpu()
-    for row in suspects[is_finite].tolist():
-        # The squares of float32 overflow above 1.8e19; the norm itself does too above 3.4e38.
-        norms[row] = min(float(states[row].double().norm()), float(np.finfo(np.float32).max))
-    finite = torch.isfinite(norms)
-    return norms[finite], _peak(states if bool(finite.all()) else states[finite])
+def _exact(rows: Tensor, norms: np.ndarray) -> np.ndarray:
+    """Norms float64 [m] of rows [m, D] by those in ``norms`` float32 [m]; not finite where a row is not."""
+    exact = norms.astype(np.float64)
+    odd = np.flatnonzero(~((norms > _SQUARES_VANISH) & (norms < np.inf)))
+    if len(odd):
+        odd = odd[(rows[odd] != 0).any(dim=1).cpu().numpy()]
+        exact[odd] = np.linalg.norm(rows[odd].double().cpu().numpy(), axis=1)
+    return exact
 
 
 def _peak(rows: Tensor) -> float:

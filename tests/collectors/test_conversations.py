@@ -4,11 +4,13 @@ import errno
 import gzip
 import json
 import os
+import random
 from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -511,7 +513,7 @@ def test_a_parquet_file_whose_rows_share_one_large_value_is_read_in_little_memor
     assert path.stat().st_size < 10_000
     before, held = pa.total_allocated_bytes(), []
     for row in open_sources([str(path)])[0].rows():
-        assert len(row.payload["completion"]) == 4 << 20 <= row.size
+        assert len(row.payload["completion"]) == 4 << 20 <= row.text_size
         held.append(pa.total_allocated_bytes() - before)
     assert len(held) == rows
     assert max(held) < 60 << 20
@@ -524,11 +526,41 @@ def test_a_parquet_row_beyond_the_limit_is_refused_and_its_neighbours_read(
     many = pa.StructArray.from_arrays([pa.array(["user"] * 100), shared_text("x" * 1000, 100)], ["role", "content"])
     turns = pa.ListArray.from_arrays(pa.array([0, 2, 98, 100], pa.int32()), many)
     pq.write_table(pa.table({"messages": turns}), tmp_path / "a.parquet")
-    sizes = [row.size for row in open_sources([str(tmp_path / "a.parquet")])[0].rows()]
+    sizes = [row.text_size or 0 for row in open_sources([str(tmp_path / "a.parquet")])[0].rows()]
     assert [size > 50_000 for size in sizes] == [False, True, False]
     _, second, _ = read_conversations([str(tmp_path / "a.parquet")])
     assert isinstance(second, Problem)
     assert (second.reason, second.location) == ("row-too-large", "a.parquet:2")
+
+
+@pytest.mark.parametrize("cut", ["", "[10:25]"])
+def test_the_bytes_of_parquet_rows_add_up_to_those_of_their_source(tmp_path: Path, cut: str) -> None:
+    rows, path = 37, tmp_path / "a.parquet"
+    unread = [random.Random(number).randbytes(1000) for number in range(rows)]
+    texts = {"prompt": [f"q{number}" for number in range(rows)], "completion": shared_text("y" * 5000, rows)}
+    pq.write_table(pa.table({**texts, "unread": unread}), path, row_group_size=10)
+    (source,) = open_sources([f"{path}{cut}"])
+    sizes = [row.size for row in source.rows()]
+    assert sum(sizes) == pytest.approx(source.size, abs=1)
+    assert source.size > 1000 * len(sizes)
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_texts_of_a_large_row_group_are_measured_for_the_rows_that_name_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, path, measured = 50_000, tmp_path / "a.parquet", []
+    table = pa.table({"prompt": [f"q{number}" for number in range(rows)], "completion": ["a", "b"] * (rows // 2)})
+    pq.write_table(table, path, dictionary_pagesize_limit=1 << 30)
+    bytes_of = files._bytes_of
+
+    def counted(column: pa.Array) -> np.ndarray:
+        measured.append(len(column))
+        return bytes_of(column)
+
+    monkeypatch.setattr(files, "_bytes_of", counted)
+    assert sum(row.text_size or 0 for row in open_sources([str(path)])[0].rows()) > rows
+    assert sum(measured) < 4 * rows
 
 
 @pytest.mark.parametrize(

@@ -251,6 +251,8 @@ def test_batches_hold_every_row_once_within_bounds(sizes: list[int]) -> None:
     for batch in found:
         assert 0 < len(batch) <= batches.BATCH_ROWS
         assert sum(row.size for row in batch[:-1]) < batches.BATCH_BYTES
+    by_text = list(batches_of(Row(str(i), b"", 1, text_size=size) for i, size in enumerate(sizes)))
+    assert list(map(len, by_text)) == list(map(len, found))
 
 
 def fails(out: Path, *args: Any, **more: Any) -> HiddenstoreError:

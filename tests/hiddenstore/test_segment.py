@@ -228,15 +228,21 @@ def test_the_peak_is_the_largest_value_wherever_the_long_rows_are(where: slice) 
     assert stats.norms == pytest.approx(states.double().square().mean(dim=1).sqrt().numpy(), rel=1e-6)
 
 
-def test_row_norms_of_huge_and_broken_rows_stay_finite() -> None:
-    states = torch.tensor([[3e38, 3e38], [float("nan"), 1.0], [1.0, 1.0], [0.0, 0.0]]).bfloat16()
+@pytest.mark.parametrize("by_kernels", [True, False])
+def test_row_norms_of_huge_vanishing_and_broken_rows_are_those_of_float64(
+    monkeypatch: pytest.MonkeyPatch, by_kernels: bool
+) -> None:
+    if not by_kernels:
+        monkeypatch.setattr("hiddenstore.segments.encode.cpu_kernels", lambda numel: None)
+    fills = [3e38, float("nan"), 1.0, 0.0, 1e20, 1e-22, 1e-25, 1e-40, -float("inf")]
+    states = torch.tensor(fills).bfloat16()[:, None].repeat(1, 24)
+    states[:2, 0] = 1.0
     stats = RowStats()
     stats.measure(states)
-    rms, peak = stats.norms, stats.peak
-    assert len(rms) == 3
-    assert np.isfinite(rms).all()
-    assert rms[1:].tolist() == pytest.approx([1.0, 0.0])
-    assert peak == float(states[0, 0])
+    exact = states.double().square().mean(dim=1).sqrt().numpy()
+    assert stats.norms.tolist() == pytest.approx(exact[np.isfinite(exact)].tolist(), rel=1e-6, abs=0)
+    assert stats.norms[2] == 0.0
+    assert stats.peak == float(states[0, 1])
 
 
 def test_a_reader_names_file_and_samples_of_every_damaged_file(tmp_path: Path) -> None:
