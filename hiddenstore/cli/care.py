@@ -19,14 +19,15 @@ from hiddenstore.console.progress import Progress
 from hiddenstore.console.text import Column, clean, clean_line, count, plural, seconds, size
 from hiddenstore.doctor.machine import examine
 from hiddenstore.errors import ConfigError, InterruptError, Kind
-from hiddenstore.files.layout import TARGET_DIR
+from hiddenstore.files.documents import UPGRADE
+from hiddenstore.files.layout import ADVICE_DIR, TARGET_DIR
 from hiddenstore.process import drain_on_signal
 from hiddenstore.segments import CONTAINERS
 
 if TYPE_CHECKING:
     from hiddenstore.care.copy import Copy, CopyReport
     from hiddenstore.doctor import DoctorCheck
-    from hiddenstore.verify.report import Advance, Report
+    from hiddenstore.verify.report import Advance, Finding, Report
     from schemas.manifest import Container
 
 _FINDINGS_EXIT = 3
@@ -83,8 +84,11 @@ def verify(store: str, full: bool, meaning: bool, stock: bool, share: float | No
 
 
 def _remedy(store: str, report: "Report") -> tuple[str, ...]:
-    """The command that helps: repair drops bytes that cannot be read, but not states that mean something else, and
-    there is nothing to drop of a file of the target, or of a record, that is gone."""
+    """The command that helps: repair drops bytes that cannot be read, but not states that mean something else, nor
+    what is whole and may be a later release's; there is nothing to drop of a file of the target, or of a record, that
+    is gone."""
+    if any(_is_of_another_release(finding) for finding in report.findings):
+        return (UPGRADE,)
     if all(f.kind == "file-missing" and f.path.startswith(f"{TARGET_DIR}/") for f in report.findings):
         return (_SAME_COLLECT.format(shlex.quote(store)),)
     if "incomplete" in report.kinds and set(report.kinds) <= {"incomplete", Kind.COMMIT_MISSING}:
@@ -94,6 +98,12 @@ def _remedy(store: str, report: "Report") -> tuple[str, ...]:
     if not report.affected:
         return "hiddenstore", "info", store
     return "hiddenstore", "show", store, report.affected[0][:12]
+
+
+def _is_of_another_release(finding: "Finding") -> bool:
+    """As ``repair`` judges, which refuses the store for it."""
+    is_advice = finding.path.startswith(f"{ADVICE_DIR}/")
+    return finding.kind == Kind.FORMAT_FUTURE or (finding.kind == Kind.DOCUMENT_INVALID and not is_advice)
 
 
 def _show_findings(document: Mapping[str, Any]) -> None:

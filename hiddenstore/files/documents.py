@@ -22,6 +22,7 @@ from schemas.base import Document
 
 MAX_DOCUMENT_BYTES = 256 << 20
 MAX_DEPTH = 64
+UPGRADE = "pip install --upgrade hiddenstore"
 
 _SEAL = re.compile(rb',?"sha256":"([0-9a-f]{64})"\}\n')
 _LOOSE_COLON = re.compile(rb'"[ \t\r\n]+:')
@@ -84,7 +85,7 @@ def parsed(body: bytes, model: type[M], where: str) -> M:
         first = faults[0]
         member = ".".join(map(str, first["loc"])) or "document"
         message = f"{where} is not a {model.__name__}: {member}: {first['msg']}"
-        raise FormatError(message, kind=Kind.DOCUMENT_INVALID) from error
+        raise FormatError(message, kind=Kind.DOCUMENT_INVALID, hint=UPGRADE) from error
 
 
 def _check_format(content: dict[str, Any], model: type[Document], where: str) -> None:
@@ -97,10 +98,10 @@ def _check_format(content: dict[str, Any], model: type[Document], where: str) ->
     version, highest = content["format"], max(get_args(field.annotation))
     if type(version) is not int:
         problem = f"{where} is not a {model.__name__}: format: expected a whole number, found {version!r:.40}"
-        raise FormatError(problem, kind=Kind.DOCUMENT_INVALID)
+        raise FormatError(problem, kind=Kind.DOCUMENT_INVALID, hint=UPGRADE)
     if version > highest:
         problem = f"{where} has format {version}; this version of hiddenstore reads a {model.__name__} up to {highest}"
-        raise FormatError(problem, kind=Kind.FORMAT_FUTURE, hint="pip install --upgrade hiddenstore")
+        raise FormatError(problem, kind=Kind.FORMAT_FUTURE, hint=UPGRADE)
 
 
 def load(fs: Filesystem, path: str, model: type[M]) -> M:

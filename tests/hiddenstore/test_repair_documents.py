@@ -18,6 +18,9 @@ from hiddenstore.testing.workload import contents
 from hiddenstore.verify import verify
 from tests.accepting import repair_all
 from tests.hiddenstore.test_maintain import damage, spoil, tree
+from tests.tiny_world import run
+
+FINDINGS = 3
 
 
 def write_sealed(path: Path, content: dict[str, object]) -> None:
@@ -57,7 +60,9 @@ def test_a_damaged_snapshot_or_advice_is_set_aside_and_the_store_verifies(tmp_pa
     assert verify(store.path, "bytes").ok
 
 
-def test_advice_of_an_earlier_release_in_which_a_number_is_null_is_set_aside(tmp_path: Path) -> None:
+def test_advice_of_an_earlier_release_in_which_a_number_is_null_is_set_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = make_store(tmp_path)
     record = store.commits()[0]
     spoil(store, record.samples[0].id)
@@ -77,7 +82,8 @@ def test_advice_of_an_earlier_release_in_which_a_number_is_null_is_set_aside(tmp
     }
     advice = {"format": 1, "tokens": 1, "final_rows": 0, "max_kl": 0.1, "max_channel_error": 0.1, "paired": []}
     write_sealed(Path(store.path) / "advice" / "1.json", {**advice, "chosen": "raw", "rows": [row]})
-    assert not verify(store.path, "bytes").ok
+    assert run("verify", store.path, "--full") == FINDINGS
+    assert f"next: hiddenstore repair {store.path}\n" in capsys.readouterr().err
     assert list(repair_all(store.path).aside) == ["advice/1.json"]
     assert verify(store.path, "bytes").ok
 
@@ -204,15 +210,21 @@ def test_a_folder_of_a_store_on_a_disk_that_is_not_mounted_is_no_damage_and_no_g
     assert contents(Store.open(store.path, "paper")) == expected
 
 
-def test_a_record_of_another_version_stops_a_repair(tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [{"of_the_future": 1}, {"format": 9}])
+def test_a_record_of_another_release_stops_a_repair_and_verify_names_what_reads_it(
+    tmp_path: Path, change: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
     store = make_store(tmp_path)
-    record = store.commits()[0]
-    path = Path(store.path) / layout.commit_path(record.unit)
-    write_sealed(path, record.model_dump(mode="json") | {"of_the_future": 1})
+    first, second = store.commits()[:2]
+    write_sealed(Path(store.path) / layout.commit_path(first.unit), first.model_dump(mode="json") | change)
+    damage(Path(store.path) / layout.commit_path(second.unit))
     before = tree(store)
-    with pytest.raises(FormatError):
+    with pytest.raises(FormatError) as error:
         repair_all(store.path)
+    assert error.value.hint == "pip install --upgrade hiddenstore"
     assert tree(store) == before
+    assert run("verify", store.path) == FINDINGS
+    assert "next: pip install --upgrade hiddenstore\n" in capsys.readouterr().err
 
 
 def test_a_second_quarantine_of_one_name_keeps_both_files_a17(tmp_path: Path) -> None:
