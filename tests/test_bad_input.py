@@ -39,6 +39,23 @@ CASES = [
     Case("show an unknown sample", on("show", "store", "zzz"), USAGE, "sample-missing", ("zzz",), "hiddenstore ls"),
     Case("show beyond the end", on("show", "store", "99"), USAGE, "sample-missing", ("99", "40"), "hiddenstore ls"),
     Case("an unknown test", on("ls", "store", "--where", "length>3"), USAGE, "option-invalid", ("length",)),
+    *(
+        Case(
+            f"{command[0]} into the name of a snapshot",
+            lambda w, _, command=command: (*w.named(command), "-o", w / "store@v9"),
+            USAGE,
+            "usage",
+            ("store@v9 is a name for the snapshot v9 of the store", "which it would hide"),
+            "another place, such as",
+        )
+        for command in (
+            ("prepare", "chats.jsonl", "--target", "T"),
+            ("train", "store"),
+            ("export", "run", "--engine", "vllm"),
+            ("export-data", "store", "--to", "deepspec"),
+            ("import-drafter", "drafter", "--store", "store"),
+        )
+    ),
     Case("an unknown snapshot", lambda w, _: ("info", w / "store@v9"), USAGE, "snapshot-missing", ("v9",)),
     Case("copy nothing", on("copy", "nowhere", "dst"), USAGE, "store-missing", ("nowhere",)),
     Case("copy of another target", on("copy", "other_store", "store"), CONFLICT, "store-mismatch", ("weights_sha256",)),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.words import opening_words, remote_code_option, revision_option
+from hiddenstore.cli.words import OUT, opening_words, remote_code_option, revision_option
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, percent, plural, size
 from hiddenstore.process import drain_on_signal
@@ -49,7 +49,7 @@ TOKEN_OPTIONS = (
     )
 )
 @click.argument("inputs", metavar="[INPUT…]", nargs=-1)
-@click.option("-o", "--out", type=click.Path(), metavar="DATA", help="Folder (generate: JSONL file) to write; new.")
+@click.option("-o", "--out", type=OUT, metavar="DATA", help="Folder (generate: JSONL file) to write; new.")
 @click.option("--target", metavar="T", help="Target folder, GGUF file or hub id: its tokenizer and chat template.")
 @revision_option
 @remote_code_option

@@ -20,7 +20,7 @@ from click.shell_completion import (
 )
 
 from hiddenstore.errors import ConfigError, Kind
-from hiddenstore.files.layout import DATA_JSON, STORE_JSON, kind_of, missing, split_snapshot
+from hiddenstore.files.layout import DATA_JSON, STORE_JSON, kind_of, missing, refuse_snapshot, split_snapshot
 
 if TYPE_CHECKING:
     from hiddenstore.store import Store
@@ -102,6 +102,8 @@ def _require_run(path: str) -> None:
 
 STORE, DATA, RUN = Place(_require_store), Place(_require_data), Place(_require_run)
 STORE_NOW = Place(_require_no_snapshot)
+OUT = Place(refuse_snapshot)
+"""Where a command writes."""
 
 same_target_option = click.option(
     "--same-target", is_flag=True, help="Take a cast copy of the target, if the stored layer profile is also its own."

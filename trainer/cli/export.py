@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.words import RUN, STORE, FiniteRange, Name, layers_option, open_store
+from hiddenstore.cli.words import OUT, RUN, STORE, FiniteRange, Name, layers_option, open_store
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.dumps import LAYOUTS, SHORT_NAMES
 from hiddenstore.files.layout import split_snapshot
@@ -38,7 +38,7 @@ def _require_engine(name: str) -> None:
     help="Which engine will load it: vllm, sglang, trtllm, llamacpp, or the speculators format.",
 )
 @click.option("--engine-version", "version", metavar="VERSION", help="Of the engine; default: the one --list shows.")
-@click.option("-o", "--out", help="Folder to write; for llama.cpp also a file, such as drafter.gguf.")
+@click.option("-o", "--out", type=OUT, help="Folder to write; for llama.cpp also a file, such as drafter.gguf.")
 @click.option(
     "--draft-len",
     "length",
@@ -190,7 +190,7 @@ def _list(engine: str | None, version: str | None) -> None:
     type=click.Choice([*LAYOUTS, *SHORT_NAMES]),
     help="Whose layout; specforge is specforge-eagle3, modelopt is modelopt-hf.",
 )
-@click.option("-o", "--out", required=True, help="Folder to write.")
+@click.option("-o", "--out", type=OUT, required=True, help="Folder to write.")
 @layers_option
 @click.option(
     "--missing-final",
@@ -272,7 +272,7 @@ def _lines(exported: "ExportedData", is_in_order: bool) -> list[tuple[str, str]]
     ),
 )
 @click.argument("folder", metavar="DIR")
-@click.option("-o", "--out", "run", required=True, metavar="RUN", help="Folder of the run to make.")
+@click.option("-o", "--out", "run", type=OUT, required=True, metavar="RUN", help="Folder of the run to make.")
 @click.option("--store", required=True, help="A store of the target it drafts for.")
 @click.option(
     "--layer-convention",

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from hiddenstore.cli.peers import translated
-from hiddenstore.cli.words import STORE, Name, cache_options, open_store
+from hiddenstore.cli.words import OUT, STORE, Name, cache_options, open_store
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, bar, percent
 from hiddenstore.errors import ConfigError, ConflictError, HiddenstoreError, Kind
@@ -63,7 +63,7 @@ class _Train(click.Command):
 )
 @click.argument("store", type=STORE)
 @click.argument("words", nargs=-1, metavar="[KEY.PATH=VALUE]...")
-@click.option("-o", "--out", "run", metavar="RUN", help="Folder of the run; required but for --settings.")
+@click.option("-o", "--out", "run", type=OUT, metavar="RUN", help="Folder of the run; required but for --settings.")
 @click.option("--settings", is_flag=True, help="List every setting with its value and where it comes from, and stop.")
 @click.option(
     "--drafter",
