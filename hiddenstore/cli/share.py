@@ -72,6 +72,8 @@ def push(
         raise _nothing_to_push(place)
     if not is_store and (sample or any(part.values())):
         raise click.UsageError("--layers, --where, --split, --staging and --sample are of stores")
+    if card is not None and (sample or results is not None):
+        raise click.UsageError("--results and --sample are for the card that is made; --card is one of your own")
     remote = open_remote(address)
     if public and not isinstance(remote, HubRemote):
         raise click.UsageError("--public is of the hub: who may read a bucket is said where it was made")

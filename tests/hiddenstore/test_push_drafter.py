@@ -86,6 +86,16 @@ def test_a_drafter_is_pushed_with_its_card_and_comes_back(
     assert "Mine" in hub.repos["me/drafter"].files[CARD].decode()
 
 
+@pytest.mark.parametrize("more", [("--results", "eval.json"), ("--sample", "2")])
+def test_what_a_card_of_ones_own_would_leave_out_is_refused(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, str]
+) -> None:
+    source, place = world / ("exported" if more[0] == "--results" else "store"), tmp_path / "place"
+    assert run("push", source, str(place), "--card", "card.md", *more) == 2
+    assert "--results and --sample are for the card that is made" in capsys.readouterr().err
+    assert not place.exists()
+
+
 def test_a_card_holds_no_markup_and_no_command_of_a_stranger_s_drafter_or_results(
     hub: HubDouble, world: World, tmp_path: Path
 ) -> None:
