@@ -7,7 +7,6 @@ Where a larger limit leaves answers that ended as they are, a cut one names its 
 it for unanswered, and the next line of its turn takes its place and that of what followed it.
 """
 
-import fcntl
 import json
 import os
 import shlex
@@ -25,6 +24,8 @@ from collectors.regenerate.options import TARGET_DIGESTS
 from collectors.regenerate.rewrite import Reply, Rewrite
 from hiddenstore.errors import ConflictError, CorruptionError, Kind
 from hiddenstore.files.documents import canonical, foreign_json
+from hiddenstore.files.lock import lock_or_warn
+from hiddenstore.fs.disk import lock
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import replace_file
 from hiddenstore.fs.seam import Filesystem, storage_error, storage_errors
@@ -132,10 +133,10 @@ class AnswersFolder:
                 # NFS locks for writing only what is open for it.
                 file = locks.enter_context(path.open("r+b"))
                 try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    is_locked = lock(file.fileno())
                 except BlockingIOError:
                     return
-                if os.fstat(file.fileno()).st_size:
+                if not is_locked or os.fstat(file.fileno()).st_size:
                     return
             shutil.rmtree(self.path, ignore_errors=True)
 
@@ -145,7 +146,8 @@ class AnswersFolder:
         with ExitStack() as stack:
             try:
                 file = stack.enter_context((self.path / SETTINGS).open("r+b"))
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Without locks the second of two finds the output there.
+                lock(file.fileno())
                 is_ours = True
             except (FileNotFoundError, BlockingIOError):
                 is_ours = False
@@ -204,7 +206,7 @@ class AnswerLog:
             self._file: BinaryIO = path.open("rb" if is_read_only else "a+b")
         try:
             if not is_read_only:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_or_warn(self._file.fileno(), path.parent)
                 if not os.fstat(self._file.fileno()).st_nlink:
                     raise BlockingIOError  # removed between the opening and the lock, by one that found it empty
             self._load(is_read_only)

@@ -72,15 +72,20 @@ class FolderLock:
     def _lock(self, handle: int) -> None:
         folder = self.path.parent
         try:
-            is_locked = lock(handle)
+            lock_or_warn(handle, folder)
         except BlockingIOError as error:
             raise ConflictError(
                 f"{folder} is being written by {_holder(handle)}: one process at a time writes a {self._what}",
                 kind=Kind.RUN_IN_USE,
                 hint=self._hint,
             ) from error
-        if not is_locked:
-            output().warn(f"{folder} lies on a filesystem without locks: nothing keeps a second process out of it")
+
+
+def lock_or_warn(handle: int, folder: Path) -> None:
+    """``lock`` an open file or folder for who writes ``folder``; a warning on a filesystem without locks. Raises as
+    ``lock``."""
+    if not lock(handle):
+        output().warn(f"{folder} lies on a filesystem without locks: nothing keeps a second process out of it")
 
 
 def _is_at(path: Path, handle: int) -> bool:

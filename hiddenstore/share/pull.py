@@ -16,7 +16,7 @@ from threading import Event
 from hiddenstore.console.text import plural
 from hiddenstore.errors import ConflictError, CorruptionError, Kind, NotFoundError, StorageError
 from hiddenstore.files.layout import COMMITS_DIR, INDEX_DIR, SNAPSHOTS_DIR, STORE_JSON, refuse_snapshot
-from hiddenstore.fs.disk import lock
+from hiddenstore.files.lock import lock_or_warn
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.fs.publish import make_folder, replace_file, sweep_killed
 from hiddenstore.fs.seam import TEMP_PREFIX, storage_errors
@@ -124,7 +124,7 @@ def _writing(out: Path) -> Iterator[None]:
         make_folder(out)
         handle = os.open(out, os.O_RDONLY)
     try:
-        lock(handle)
+        lock_or_warn(handle, out)
         yield
         os.fsync(handle)
     except BlockingIOError as error:

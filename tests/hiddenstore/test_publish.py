@@ -222,7 +222,7 @@ def test_a_replaced_file_is_the_old_one_or_the_new_one(tmp_path: Path, monkeypat
 
 
 def test_a_filesystem_without_locks_takes_replaced_files_caches_and_pulls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -234,6 +234,7 @@ def test_a_filesystem_without_locks_takes_replaced_files_caches_and_pulls(
         assert is_mine
     with _writing(tmp_path / "pulled"):
         assert (tmp_path / "pulled").is_dir()
+    assert f"{tmp_path / 'pulled'} lies on a filesystem without locks" in capsys.readouterr().err
     half = tmp_path / ".out.writing-01234567"
     half.touch()
     write("file", tmp_path / "out")
