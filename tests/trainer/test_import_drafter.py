@@ -387,6 +387,11 @@ def broken(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         del config["rms_norm_eps"]
     elif name == "other":
         tensors, config = {"layers.0.linear.weight": torch.zeros(2)}, {**config, "architectures": ["MLPSpeculator"]}
+    elif name == "order":
+        config["eagle_aux_hidden_state_layer_ids"] = [8, 2, 5]
+    elif name == "listed":
+        tensors, config = dflash_tensors(), dflash_config()
+        config["dflash_config"]["target_layer_ids"].reverse()
     elif name == "causal":
         tensors, config = dflash_tensors(), dflash_config(layer_types=["sliding_attention", "full_attention"])
     return tensors, config
@@ -403,6 +408,8 @@ def broken(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         ("rope", "rope_type"),
         ("incomplete", "lack 'rms_norm_eps'"),
         ("other", "is no checkpoint of eagle1, eagle3, dflash, medusa, peagle.*: architectures is MLPSpeculator"),
+        ("order", r"it reads the layers \[7, 1, 4\] in this order"),
+        ("listed", rf"it reads the layers \[{', '.join(map(str, reversed(DFLASH)))}\] in this order"),
         ("causal", "layer_types has sliding_attention, but there is no sliding_window"),
     ],
 )

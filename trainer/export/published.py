@@ -8,7 +8,7 @@ Shapes: V target vocabulary, U draft vocabulary.
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -92,6 +92,7 @@ def read_published(
         tensors = {key: value.float() for key, value in tensors.items() if key not in _NOT_OURS}
         target = Target(head, vocab, num_layers, convention or _export_convention(folder))
         facts, tensors = drafter.read(config, tensors, target)
+        _require_ascending(folder, facts["aux_layers"])
         settings = drafter_kind(drafter.drafter).config.model_validate({"vocab_size": vocab.size, **facts})
     except KeyError as error:
         raise ConfigError(f"{folder}: config.json or weights lack {error}", kind=Kind.DRAFTER_UNFIT) from error
@@ -107,6 +108,18 @@ def read_published(
         raise _unfit(folder, error) from error
     _require_size(folder, settings, tensors)
     return Published(settings, tensors, vocab)
+
+
+def _require_ascending(folder: Path, layers: Sequence[int]) -> None:
+    """Refuse layers in another order: vLLM's ``interfaces.py`` sorts them, DFlash's own loop takes them as listed, and
+    nothing says which part of ``fc`` is whose."""
+    if list(layers) != sorted(set(layers)):
+        raise ConfigError(
+            f"{folder}: it reads the layers {list(layers)} in this order: engines give them ascending and once, and "
+            "which part of fc.weight is of which layer is not known",
+            kind=Kind.DRAFTER_UNFIT,
+            hint="config.json with ascending ids where its trainer read them so; else with fc.weight in that order too",
+        )
 
 
 _WIDTHS = ("hidden_size", "intermediate_size", "num_heads", "head_dim", "selector_rank", "conv_kernel_size")
