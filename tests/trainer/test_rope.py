@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from trainer.attention.rope import RopeScaling, inherited_scaling
+from trainer.attention.rope import RopeScaling, inherited_scaling, published_rope
 from trainer.drafters.blocks import Rotary
 
 SCALINGS = {
@@ -72,6 +72,16 @@ def test_a_sample_is_rotated_the_same_whatever_it_is_packed_with() -> None:
 def test_a_scaling_without_what_it_reads_is_refused(written: dict[str, object], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
         RopeScaling.model_validate(written)
+
+
+def test_a_lone_attn_factor_is_refused_as_engines_read_it_otherwise() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    with pytest.raises(ValueError, match=r"attn_factor is 1\.5 without an attention_factor: SGLang multiplies"):
+        published_rope({"rope_scaling": yarn | {"attn_factor": 1.5}})
+    known = RopeScaling.model_validate(yarn)
+    assert published_rope({"rope_scaling": yarn | {"attn_factor": 1}}) == (10000.0, known)
+    both = {"rope_parameters": yarn | {"attention_factor": 1.25, "attn_factor": 1.1}}
+    assert published_rope(both) == (10000.0, known.model_copy(update={"attention_factor": 1.25}))
 
 
 def test_multimodal_and_longrope_scalings_are_not_inherited() -> None:

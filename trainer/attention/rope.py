@@ -31,7 +31,7 @@ def inherited_scaling(rope: Mapping[str, Any], max_position: int) -> dict[str, A
 
 def published_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base and scaling of a ``config.json``, from its new form (``rope_parameters``) or the old one. Raises ValueError:
-    a scaling that drafters here do not know, or two forms that disagree."""
+    a scaling that drafters here do not know, two forms that disagree, or a factor that engines read otherwise."""
     new = config.get("rope_parameters") or {}
     old = {key: config[key] for key in ("rope_theta",) if config.get(key)} | (config.get("rope_scaling") or {})
     differing = sorted(key for key in new.keys() & old.keys() if new[key] != old[key])
@@ -42,6 +42,9 @@ def published_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None
     theta = float(rope.get("rope_theta") or 10000.0)
     if kind == "default":
         return theta, None
+    if (share := rope.get("attn_factor")) not in (None, 1) and rope.get("attention_factor") is None:
+        why = "SGLang multiplies cos and sin by it, vLLM and transformers do not; attention_factor says which"
+        raise ValueError(f"attn_factor is {share!r} without an attention_factor: {why}")
     settings = {key: value for key, value in rope.items() if key in RopeScaling.model_fields}
     window = config.get("original_max_position_embeddings")
     if window is not None and "original_max_position_embeddings" in (*ROPE_REQUIRED.get(kind, ()),):
