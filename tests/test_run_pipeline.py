@@ -6,7 +6,6 @@ import shutil
 import signal
 import socket
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ from safetensors.torch import load_file, save
 from hiddenstore.cli import inner, main
 from hiddenstore.cli import run as pipeline
 from hiddenstore.cli.run import DoneStage
-from hiddenstore.errors import CaptureError, ConfigError, Kind
+from hiddenstore.errors import CaptureError, Kind
 from hiddenstore.files.documents import seal, unseal
 from hiddenstore.files.lock import WRITER
 from hiddenstore.settings import load as load_settings
-from hiddenstore.settings import written
 from tests.forked import Forked, command
 from tests.tiny_world import LAYERS, World, chat, error_of, run, tree, write_rows
 
@@ -64,6 +62,11 @@ def document(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert run("run", *words, "--json") == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+def stages_in(file: str, *words: str) -> list[pipeline.Stage]:
+    with click.Context(main):
+        return list(pipeline.stages_of(load_settings(pipeline.Pipeline, file, words)))
 
 
 def test_one_file_gives_a_store_and_an_export_of_every_drafter(finished: Path) -> None:
@@ -177,142 +180,6 @@ def test_a_second_run_in_the_folder_is_told_which_process_has_it(
     assert not writer.exists()
 
 
-def test_a_layer_of_the_target_begins_at_the_target_but_for_a_resume_or_another_start(tmp_path: Path) -> None:
-    elsewhere = {"drafter": "mtp", "settings": {"train": {"init_from": "runs/mtp"}}}
-    (tmp_path / "mine.yaml").write_text("drafter: {name: mtp}\nloss: {steps: 2}\n")
-    file = {"config": str(tmp_path / "mine.yaml")}
-    nowhere = {**file, "settings": {"train": {"init_from": None}}}
-    drafters = {"a": {"drafter": "mtp"}, "b": {"config": "mtp"}, "c": elsewhere, "d": {"drafter": "eagle3"}}
-    drafters |= {"e": file, "f": nowhere, "g": {**file, "drafter": "eagle3"}}
-    settings = pipeline.Pipeline(target="T", out=str(tmp_path), inputs=["chats.jsonl"], drafters=drafters)
-    with main.make_context("hiddenstore", ["run"]):
-        stages = [stage for stage in pipeline._Builder(settings).stages() if stage.command == "train"]
-    starts = [("--target", "T") in pairwise(stage.words) for stage in stages]
-    assert starts == [True, True, False, False, True, True, False]
-    assert all("--target" not in stage.resume for stage in stages)
-
-
-def test_an_option_that_a_command_does_not_take_is_refused_before_anything_is_done(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = write_pipeline(world, tmp_path, export={"engin": "vllm"})
-    assert run("run", file) == USAGE
-    message, fix = error_of(capsys.readouterr().err)
-    assert "takes no 'engin' here; did you mean engine?" in message
-    assert fix == "hiddenstore export --help"
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_value_that_an_option_does_not_take_is_refused_before_anything_is_done(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("run", write_pipeline(world, tmp_path, export={"engine": "vllm", "dtype": "fp12"})) == USAGE
-    message, fix = error_of(capsys.readouterr().err)
-    assert "fp12" in message
-    assert fix == "hiddenstore export --help"
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_export_is_for_vllm_where_no_engine_is_named_and_an_unknown_one_is_refused_first(
-    world: World, tmp_path: Path
-) -> None:
-    file = write_pipeline(world, tmp_path, export={"dtype": "float16"})
-    stage = next(stage for stage in _stages(file) if stage.name == "medusa/export")
-    assert stage.words[-4:] == ("--dtype", "float16", "--engine", "vllm")
-    with pytest.raises(ConfigError, match="export: unknown engine 'vlm'") as caught:
-        _stages(file, "export.engine=vlm")
-    assert caught.value.hint == "--engine vllm"
-
-
-def test_what_is_written_of_an_option_is_what_its_command_gets(world: World, tmp_path: Path) -> None:
-    sections = {"export": {"engine": "vllm", "engine-version": 0.10}, "prepare": {"val": "20%", "template": "{{ x }}"}}
-    file = Path(write_pipeline(world, tmp_path, **sections, verify={"full": "yes", "meaning": "off"}))
-    file.write_text(file.read_text().replace("engine-version: 0.1\n", "engine-version: 0.10\n"))
-    stages = {stage.name: stage.words for stage in _stages(str(file))}
-    assert stages["prepare"][-4:] == ("--val", "20%", "--template", "{{ x }}")
-    assert stages["medusa/export"][-4:] == ("--engine", "vllm", "--engine-version", "0.10")
-    assert stages["verify"][1:] == ("--full",)
-    with pytest.raises(ConfigError, match="verify: full is true or false, found 'ture'"):
-        _stages(str(file), "verify.full=ture")
-
-
-def test_a_section_with_nothing_in_it_is_refused_and_never_left_out(world: World, tmp_path: Path) -> None:
-    file = Path(write_pipeline(world, tmp_path))
-    whole = file.read_text()
-    for section in ("regenerate", "decode", "serve"):
-        file.write_text(f"{whole}{section}:\n")
-        with pytest.raises(ConfigError, match=rf"{section} \(.*\): write {{}} for no options"):
-            _stages(str(file))
-    file.write_text(f"{whole}regenerate: {{}}\n")
-    assert _stages(str(file))[0].name == "regenerate"
-
-
-@pytest.mark.parametrize("name", ["answers.jsonl", "data", "store", "done", WRITER])
-def test_no_drafter_takes_the_name_of_what_lies_beside_it(world: World, tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"out/{name} is not a drafter's"):
-        _stages(write_pipeline(world, tmp_path, drafters={name: {"drafter": "medusa"}}))
-
-
-def test_the_folder_of_a_target_that_is_named_by_dots_has_the_name_of_the_target(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "tiny" / "inside").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "tiny" / "inside")
-    outs = [pipeline._pipeline(None, (), target, ("chats.jsonl",), None).out for target in (".", "..", "Qwen/Qwen3-8B")]
-    assert outs == ["runs/inside", "runs/tiny", "runs/Qwen3-8B"]
-
-
-def _stages(file: str, *words: str) -> list[pipeline.Stage]:
-    with click.Context(main):
-        return list(pipeline.stages_of(load_settings(pipeline.Pipeline, file, words)))
-
-
-def test_a_file_that_a_stage_writes_is_no_input_of_it(tmp_path: Path) -> None:
-    table, questions = tmp_path / "table.md", tmp_path / "questions.jsonl"
-    for file in (table, questions):
-        file.touch()
-    words = ("--markdown", str(table), "--answers", str(table), "--prompts", str(questions))
-    stage = pipeline.Stage("medusa/decode", "decode", words)
-    assert pipeline._named_files(stage, tmp_path / "out", []) == [str(questions)]
-
-
-def test_nothing_is_a_value_that_every_setting_of_a_pipeline_can_have() -> None:
-    words = list(pipeline.setting_words({"train": {"tracker": None, "patience": None}, "optim": {"clip": None}}))
-    assert written(None, words) == {"train.tracker": None, "train.patience": None, "optim.clip": None}
-
-
-def test_every_mistake_of_a_pipeline_is_named_at_once_before_anything_is_done(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    drafters = {
-        "a": {"drafter": "eagle3", "settings": {"optim": {"lrr": 1}, "loss": {"steps": "many"}}},
-        "b": {"config": "eagle3.1", "settings": {**SMALL, "train": {"max_steps": 2}}},
-        "c": {"settings": {"train": {"patience": 3, "validate_every": 0}}},
-    }
-    file = write_pipeline(world, tmp_path, drafters=drafters, collect={"layer": "1,2"}, eval={"draft-len": "x"})
-    assert run("run", file) == USAGE
-    message = " ".join(error_of(capsys.readouterr().err)[0].split())
-    for part in (
-        "collect takes no 'layer' here; did you mean layers?",
-        "optim.lrr",
-        "loss.steps",
-        "draft-len",
-        "c/train: train",
-    ):
-        assert part in message
-    assert "b/train" not in message
-    assert not (tmp_path / "out").exists()
-
-
-def test_one_mistake_of_a_drafter_keeps_what_fixes_it(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("run", write_pipeline(world, tmp_path, drafters={"a": {"config": "eagel3"}})) == USAGE
-    message, fix = error_of(capsys.readouterr().err)
-    assert message.startswith("a/train: -c eagel3: no file of that name")
-    assert fix == "-c eagle3"
-
-
 def test_what_a_changed_pipeline_would_make_otherwise_is_refused_with_both_commands(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -359,7 +226,7 @@ def test_a_folder_whose_records_are_of_development_versions_is_finished_too(
     finished: Path, counts_answers: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, before = finished / "out" / "done", tree(finished / "out")
-    stages = {stage.name: stage for stage in _stages(str(finished / "pipeline.yaml"))}
+    stages = {stage.name: stage for stage in stages_in(str(finished / "pipeline.yaml"))}
     records = {name: finished / "out" / stage.record for name, stage in stages.items()}
     whole = {path: path.read_bytes() for path in records.values()}
     sealed: dict[str, bytes] = {}
@@ -596,11 +463,6 @@ def test_data_without_a_sample_to_train_on_is_refused_before_anything_is_capture
     problem, fix = error_of(capsys.readouterr().err)
     assert "data holds 0 train and 40 validation samples: train would read none" in problem
     assert fix.startswith(f"rm -r {tmp_path / 'out' / 'data'}, then prepare.val=10%")
-
-
-def test_words_without_a_file_or_beside_one_are_usage_errors(world: World, tmp_path: Path) -> None:
-    assert run("run", "--target", world / "target") == USAGE
-    assert run("run", write_pipeline(world, tmp_path), "--target", world / "target") == USAGE
 
 
 def test_a_training_file_of_automodel_is_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
