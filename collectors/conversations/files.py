@@ -251,8 +251,11 @@ def _parquet_batches(path: Path, columns: list[str]) -> "Iterator[pa.RecordBatch
                 try:
                     batches = shared.iter_batches(most, groups, columns)
                     if len(groups) > 1:
-                        # Arrow reads no texts within lists from several groups in one call.
-                        whole = pa.concat_tables(shared.read_row_group(group, columns) for group in groups)
+                        # Arrow reads no texts within lists from several groups in one call, and threads cost more than
+                        # a small one.
+                        whole = pa.concat_tables(
+                            shared.read_row_group(group, columns, use_threads=False) for group in groups
+                        )
                         batches = whole.combine_chunks().to_batches()
                     for batch in batches:
                         yield batch
