@@ -279,6 +279,46 @@ def test_a_head_that_modelopt_exports_under_dflash_s_class_is_no_plain_dflash(
     assert fix in str(raised.value.hint)
 
 
+BEYOND = {
+    "xpress": {"architectures": ["Qwen3XPressModel"], "xpress_rank": 8},
+    "lilicorr": {"architectures": ["LiLiCorrDraftModel"], **heads("lilicorr", lilicorr_enabled=True)},
+    "lilicorr without a projector": {"architectures": ["LiLiCorrDraftModel"]},
+    "lilicorr under dflash": {"dflash_config": {"mask_token_id": 7, "lilicorr_candidate_topk": 4}},
+    "dflare": {"architectures": ["QwenDFlareDraftModel"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "version", "said", "fix"),
+    [
+        ("xpress", "vllm", None, "class is Qwen3XPressModel", "--engine vllm --engine-version 0.33"),
+        ("xpress", "vllm", "0.33", None, None),
+        ("xpress", "sglang", None, "class is Qwen3XPressModel", "--engine vllm --engine-version 0.33"),
+        ("xpress", "trtllm", None, "class is Qwen3XPressModel", "--engine vllm --engine-version 0.33"),
+        ("lilicorr", "vllm", None, None, None),
+        ("lilicorr", "sglang", None, None, None),
+        ("lilicorr", "trtllm", None, "projector_type is lilicorr", "0.32 or --engine sglang --engine-version 0.5.23"),
+        ("lilicorr without a projector", "vllm", None, None, None),
+        ("lilicorr without a projector", "trtllm", None, "class is LiLiCorrDraftModel", "--engine sglang"),
+        ("lilicorr under dflash", "sglang", None, "config.json has lilicorr_candidate_topk", "a DFlash drafter"),
+        ("dflare", "vllm", None, "class is QwenDFlareDraftModel", "a DFlash drafter"),
+        ("dflare", "trtllm", None, "class is QwenDFlareDraftModel", "a DFlash drafter"),
+    ],
+)
+def test_what_has_more_than_a_dflash_is_served_by_engines_that_have_its_class(
+    tmp_path: Path, name: str, engine: str, version: str | None, said: str | None, fix: str | None
+) -> None:
+    words = {**MODELOPT, "dflash_config": {"mask_token_id": 7}, **BEYOND[name]}
+    drafter = published(tmp_path / "drafter", **words)
+    if said is None:
+        assert asked(engine, drafter=drafter, version=version)[0].request.draft_len == 7
+        return
+    with pytest.raises(ConfigError, match=said) as raised:
+        asked(engine, drafter=drafter, version=version)
+    assert raised.value.kind == "serve-unsupported"
+    assert str(fix) in str(raised.value.hint)
+
+
 def test_sglang_s_dflash_serves_a_domino_and_a_dspark_of_its_own_class_is_served(tmp_path: Path) -> None:
     domino = published(tmp_path / "domino", **MODELOPT, **heads("domino", gru_hidden_dim=1024, emb_dim=256))
     assert asked("sglang", drafter=domino)[0].request.draft_len == 7

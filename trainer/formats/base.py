@@ -176,7 +176,8 @@ class DrafterExport:
 
     variant_of: the drafter under whose class it is published too; its own signs then tell the two apart. is_read:
     whether a published tensor is read, by ``config.json`` and name, where it lies among others of a target. unread: why
-    the engine of a name, which reads this drafter, does not read it as this published ``config.json`` has it.
+    the engine of a name, which reads this drafter, does not read it as this published ``config.json`` has it, and of
+    which versions that is so.
     """
 
     drafter: str

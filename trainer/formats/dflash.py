@@ -3,7 +3,8 @@
 Shapes: D target width, U draft vocabulary.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from schemas.layers import default_aux_layers, from_convention, to_convention
@@ -141,19 +142,41 @@ def _require_plain(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> None
 
 
 def _foreign_head(dflash: Mapping[str, Any]) -> str | None:
-    """What follows the states in a file of DFlash's class; None where nothing does."""
+    """What ``projector_type`` says follows the states in a file of DFlash's class; None where nothing does."""
     head = dflash.get("projector_type")
     return None if head in (None, "dflash") else str(head)
 
 
+_PLAIN_CLASS = re.compile(r"(?!.*xpress).*dflash.*|MuseGlimmerAssistantModel", re.IGNORECASE)
+_HEADS = {"LiLiCorr": {"vllm": "0.32", "sglang": "0.5.23"}, "XPress": {"vllm": "0.33"}}
+"""What follows DFlash's states in files of a class with this word, and since when an engine has that class (vLLM's
+``registry.py``, SGLang's ``lilicorr.py``)."""
+
+
 def _unread(config: Mapping[str, Any], engine: str) -> Refused | None:
-    head = _foreign_head(config.get("dflash_config") or {})
-    if head is None:
+    """Whatever has a ``dflash_config`` passes for a DFlash here, and a loader that drops what it does not know
+    (SGLang's ``dflash.py``, TensorRT-LLM's) drafts with the rest of it."""
+    more = next(_beside_dflash(config), None)
+    if more is None:
         return None
-    return Refused(
-        f"its projector_type is {head}, a head after the states that the engine's DFlash does not have",
-        "a DFlash drafter",
-    )
+    classes = " ".join(map(str, config.get("architectures") or ()))
+    readers = next((readers for word, readers in _HEADS.items() if word in classes), {})
+    nearest = " or ".join(f"--engine {name} --engine-version {first}" for name, first in readers.items())
+    reason = f"its {more}: it computes more than the engine's DFlash does"
+    return Refused(reason, nearest or "a DFlash drafter", before=readers.get(engine))
+
+
+def _beside_dflash(config: Mapping[str, Any]) -> Iterator[str]:
+    """The words of a ``config.json`` by which it is more than a DFlash."""
+    dflash = config.get("dflash_config") or {}
+    if (head := _foreign_head(dflash)) is not None:
+        yield f"projector_type is {head}"
+    for name in map(str, config.get("architectures") or ()):
+        if not _PLAIN_CLASS.fullmatch(name):
+            yield f"class is {name}"
+    for key in (*config, *dflash):
+        if key.startswith(("lilicorr_", "xpress_")) and dflash.get("lilicorr_enabled") is not False:
+            yield f"config.json has {key}"
 
 
 def _windows(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from hiddenstore.targets.folder import CONFIG_FILE
 from schemas.layers import LayerConvention, to_convention
 from trainer.export.support import ENGINES, recognised, row, target_differences, words
 from trainer.formats import gguf
-from trainer.formats.base import ABOUT_FILE, LAYER_IDS, OUTPUT_IDS, Reads
+from trainer.formats.base import ABOUT_FILE, LAYER_IDS, OUTPUT_IDS, Reads, is_within
 from trainer.serve.plan import ServingEngine
 
 _MAY_NAME_CODE = (CONFIG_FILE, "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
@@ -150,7 +150,7 @@ def check_engine(drafter: ServedDrafter, engine: ServingEngine, version: str) ->
     ConfigError ``serve-unsupported`` where a published one is as this engine does not read it. Two versions of one row
     of the export table read the same file."""
     if drafter.engine is None:
-        _check_published(drafter, engine)
+        _check_published(drafter, engine, version)
         return
     if drafter.engine not in engine.loads:
         problem = f"{drafter.path} was exported for {drafter.engine}; {engine.title} reads other layer ids and names"
@@ -166,13 +166,13 @@ def check_engine(drafter: ServedDrafter, engine: ServingEngine, version: str) ->
         )
 
 
-def _check_published(drafter: ServedDrafter, engine: ServingEngine) -> None:
+def _check_published(drafter: ServedDrafter, engine: ServingEngine, version: str) -> None:
     if drafter.method not in words():
         return
     with _of_a_drafter(drafter.path):
         refused = words()[drafter.method].unread(drafter.config, engine.name)
-    if refused is not None:
-        problem = f"{engine.title} does not serve {drafter.path}: {refused.reason}"
+    if refused is not None and is_within(version, refused.since, refused.before):
+        problem = f"{engine.title} {version} does not serve {drafter.path}: {refused.reason}"
         raise ConfigError(problem, kind=Kind.SERVE_UNSUPPORTED, hint=refused.nearest)
 
 
