@@ -326,6 +326,26 @@ def test_sglang_s_dflash_serves_a_domino_and_a_dspark_of_its_own_class_is_served
     assert asked("vllm", drafter=published(tmp_path / "dspark", **words))[0].request.draft_len == 8
 
 
+@pytest.mark.parametrize(
+    ("words", "length"),
+    [
+        ({}, 8),
+        ({"sample_from_anchor": True}, 8),
+        ({"sample_from_anchor": False}, 7),
+        ({"dflash_config": {"sample_from_anchor": False}}, 7),
+        ({"speculators_model_type": "dspark", "aux_hidden_state_layer_ids": [2, 4]}, 8),
+        ({"speculators_model_type": "dspark", "aux_hidden_state_layer_ids": [2, 4], "sample_from_anchor": False}, 7),
+    ],
+)
+def test_a_dspark_whose_newest_token_proposes_nothing_drafts_one_token_less_than_its_slots(
+    tmp_path: Path, words: dict[str, Any], length: int
+) -> None:
+    config = {**MODELOPT, "architectures": ["Qwen3DSparkModel"], "markov_rank": 256, **words}
+    resolved, plan = asked("sglang", drafter=published(tmp_path / "drafter", **config))
+    assert resolved.request.draft_len == length
+    assert plan.command[plan.command.index("--speculative-dspark-block-size") + 1] == str(length)
+
+
 def test_layers_in_another_engine_s_numbering_are_warned_about(tmp_path: Path, exports: dict[str, str]) -> None:
     def warnings(name: str, ids: list[int], engine: str) -> list[str]:
         words = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_aux_hidden_state_layer_ids": ids}

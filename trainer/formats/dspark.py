@@ -70,9 +70,7 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
     kind = config.get("markov_head_type", nested.get("markov_head_type", "vanilla"))
     if kind != "vanilla":
         raise ValueError(f"markov_head_type is {kind!r}; only 'vanilla' is known here")
-    # speculators names aux_hidden_state_layer_ids and takes slot 0 for the newest token where nothing is said.
-    usual = "aux_hidden_state_layer_ids" not in config or config.get("speculators_model_type") == "dspark"
-    if not config.get("sample_from_anchor", nested.get("sample_from_anchor", usual)):
+    if not _every_slot_proposes(config):
         raise ValueError("sample_from_anchor is false: its first slot repeats the newest token, ours proposes")
     has_confidence = "confidence_head.proj.weight" in tensors
     rank = tensors["markov_head.markov_w1.weight"].shape[1]
@@ -86,6 +84,18 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
     if facts["causal"]:
         raise ValueError("its blocks are causal, which ours are not")
     return facts | {"markov_rank": rank, "confidence_head": has_confidence}, tensors
+
+
+def _every_slot_proposes(config: Mapping[str, Any]) -> bool:
+    """Whether the newest token's slot proposes too; else it is filled in as a DFlash's."""
+    # speculators names aux_hidden_state_layer_ids and takes slot 0 for the newest token where nothing is said.
+    usual = "aux_hidden_state_layer_ids" not in config or config.get("speculators_model_type") == "dspark"
+    nested = config.get("dflash_config") or {}
+    return bool(config.get("sample_from_anchor", nested.get("sample_from_anchor", usual)))
+
+
+def _longest(config: Mapping[str, Any]) -> int | None:
+    return block_size(config) if _every_slot_proposes(config) else DFLASH.longest(config)
 
 
 def _signs(config: Mapping[str, Any], tensors: Tensors) -> bool:
@@ -156,7 +166,7 @@ DSPARK = replace(
     },
     architectures=".*dspark.*",
     signs=_signs,
-    longest=block_size,
+    longest=_longest,
     files=_files,
     our_name=_our_name,
     read=_read,
