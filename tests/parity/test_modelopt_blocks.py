@@ -142,16 +142,18 @@ def test_dspark_s_losses_and_gradients_are_equal(
     assert_equal(ours.total, case, model.dflash_module, loss, their_name)
 
 
-@pytest.mark.parametrize("window", [None, BLOCK + 1])
+@pytest.mark.parametrize(("window", "causal"), [(None, False), (BLOCK + 1, False), (None, True)])
 def test_an_exported_dspark_drafts_here_what_it_drafts_beside_the_target_there(
-    speculative: ModuleType, tmp_path: Path, window: int | None
+    speculative: ModuleType, tmp_path: Path, window: int | None, causal: bool
 ) -> None:
     """Layers, mask token, slots, window and heads as its own exporter writes them. It teaches under a rope of the
     drafter's and exports the target's: here one rope is both."""
-    shape = {"num_layers": LAYERS, "rope_theta": 10_000.0, "max_position": 2048, "sliding_window": window}
+    shape: dict[str, Any] = {"num_layers": LAYERS, "rope_theta": 10_000.0, "max_position": 2048}
+    shape |= {"sliding_window": window, "causal": causal}
     case = dspark_case([TOKENS], dtype=torch.float32, **shape)
     architecture = {"projector_type": "dspark", "markov_rank": RANK, "use_confidence_head": True}
-    settings = {"dflash_offline": False, "dflash_swa_window_size": window}
+    sees = "causal" if causal else "bidirectional"
+    settings = {"dflash_offline": False, "dflash_swa_window_size": window, "dflash_draft_attention": sees}
     model = peer_model(speculative, case, architecture, settings).eval()
     ids = torch.randint(0, VOCAB, (1, TOKENS))
     with torch.no_grad():

@@ -75,7 +75,10 @@ def plain_loss(case: Case, loss: DSparkLoss, anchors: list[int], top: int = VOCA
 @pytest.mark.parametrize("labels", ["target", "text"])
 @pytest.mark.parametrize(
     ("known", "changes"),
-    [(VOCAB, {}), (25, {}), (25, {"train_head": True}), (VOCAB, {"confidence_head": False})],
+    [
+        *((VOCAB, {}), (25, {}), (25, {"train_head": True}), (VOCAB, {"confidence_head": False})),
+        *((VOCAB, {"causal": True}), (VOCAB, {"sliding_window": 3, "sliding_causal": True})),
+    ],
 )
 def test_losses_and_gradients_agree_with_the_plain_restatement(labels: str, known: int, changes: Any) -> None:
     case = dspark_case(LENGTHS, known=known, **changes)
@@ -147,7 +150,5 @@ def test_the_confidence_head_says_a_probability_and_anchors_leave_room_for_every
 
 
 def test_what_dspark_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="causal is JetSpec's"):
-        dspark_case([9], causal=True)
     with pytest.raises(ValueError, match="dpace weighs by cross-entropies"):
         DSparkLoss(weighting="dpace")

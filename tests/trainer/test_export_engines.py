@@ -118,7 +118,7 @@ def test_speculators_is_not_told_the_base_of_a_target_with_an_adapter(tmp_path: 
     export(replace(adapted, target_name="merged"), "speculators", tmp_path / "out")
 
 
-@pytest.mark.parametrize("drafter", ["dflash", "dflash2"])
+@pytest.mark.parametrize("drafter", ["dflash", "dflash2", "dspark"])
 def test_a_causal_block_is_told_to_sglang_in_the_word_that_it_reads(drafter: str, tmp_path: Path) -> None:
     """0.5.23's ``dflash.py`` takes a top-level ``is_causal`` alone; vLLM takes it before its own word."""
     for causal in (True, False):
@@ -161,7 +161,10 @@ REFUSED: list[tuple[str, str | None, str, dict[str, Any], str, str]] = [
     ("trtllm", "1.3", "dflash", {"causal": True}, "see later ones", "drafter.causal=false"),
     ("trtllm", "1.3", "dspark", {}, "no DSpark", "a DFlash drafter"),
     ("sglang", None, "dspark", {"confidence_head": False}, "makes a confidence head", "confidence_head=true"),
-    ("vllm", None, "dspark", {"sliding_window": 9}, "without a window", "sliding_window=none"),
+    ("vllm", None, "dspark", {"sliding_window": 9}, "symmetric inside a block", "sliding_causal=true"),
+    ("sglang", None, "dspark", {"sliding_window": 9}, "symmetric inside a block", "sliding_causal=true"),
+    ("llamacpp", None, "dspark", {"sliding_window": 9, "sliding_causal": True}, "from each slot", "--engine vllm"),
+    ("speculators", None, "dspark", {"causal": True}, "see their whole block", "drafter.causal=false"),
     ("trtllm", "1.3", "dflash2", {}, "no convolution and no selector", "a DFlash drafter"),
     ("sglang", None, "dflash2", {"train_head": True}, "target's head only", "train_head=false"),
     ("speculators", None, "dflash2", {"causal": True}, "see their whole block", "drafter.causal=false"),

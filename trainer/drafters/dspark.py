@@ -85,12 +85,6 @@ class DSparkConfig(DFlashConfig):
     confidence_head: bool = True
     """Train and save a head that says how probable it is that a slot's proposal is accepted."""
 
-    @model_validator(mode="after")
-    def _is_not_causal(self) -> Self:
-        if self.causal:
-            raise ValueError("causal is JetSpec's: engines fill DSpark's blocks in no order")
-        return self
-
     @property
     def longest(self) -> int:
         return self.block_size
@@ -190,12 +184,12 @@ class _DSparkKind(type(DFLASH)):  # type: ignore[misc]
     export = DSPARK_EXPORT
 
     def derive(self, facts: TargetFacts) -> dict[str, dict[str, Any]]:
-        """DFlash's without the target's windows, which engines do not read here, and a Markov head no wider than the
-        target."""
+        """DFlash's without the target's windows, which llama.cpp and speculators do not read, and a Markov head no wider
+        than the target."""
         defaults: dict[str, dict[str, Any]] = super().derive(facts)
         drafter = defaults["drafter"]
         drafter["markov_rank"] = min(PUBLISHED_RANK, facts.hidden_size)
-        for name in ("sliding_window", "layer_types", "sliding_causal"):
+        for name in ("sliding_window", "layer_types"):
             drafter.pop(name, None)
         return defaults
 

@@ -11,13 +11,8 @@ from typing import Any
 
 from trainer.formats import base
 from trainer.formats.base import Checkpoint, Engine, Files, Lack, Quirks, Reads, Refused, Target, Tensors
-from trainer.formats.dflash import DFLASH, OWN_HEAD_OF_ALL_TOKENS, block_size
+from trainer.formats.dflash import CAUSAL_BLOCK, DFLASH, OWN_HEAD_OF_ALL_TOKENS, SYMMETRIC_WINDOW, WINDOW, block_size
 
-_WINDOW = Lack(
-    lambda c: c.config.sliding_window is not None,
-    "it fills DSpark's blocks without a window",
-    "train with drafter.sliding_window=none",
-)
 _NO_CONFIDENCE = Lack(
     lambda c: not c.config.confidence_head,
     "it makes a confidence head whether a file has one or not",
@@ -81,8 +76,6 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
     of_dflash = {**nested, "sample_from_anchor": False, "projector_type": None}
     plain = {**config, "dflash_config": of_dflash, "sample_from_anchor": False}
     facts, tensors = DFLASH.read(plain, tensors, target)
-    if facts["causal"]:
-        raise ValueError("its blocks are causal, which ours are not")
     return facts | {"markov_rank": rank, "confidence_head": has_confidence}, tensors
 
 
@@ -129,21 +122,28 @@ def _unread(config: Mapping[str, Any], engine: str) -> Refused | None:
 
 
 _V2 = "DSpark runs in vLLM's V2 model runner only, which needs Triton: no CPU build has it"
-_VLLM = Reads("Qwen3DSparkModel", "dspark", "qwen3_dspark.py", since="0.32", lacks=(_WINDOW,), warn=lambda config: _V2)
+_VLLM = Reads(
+    "Qwen3DSparkModel",
+    "dspark",
+    "qwen3_dspark.py",
+    since="0.32",
+    lacks=(SYMMETRIC_WINDOW,),
+    warn=lambda config: _V2,
+)
 _SGLANG = Reads(
     "DSparkDraftModel",
     "DSPARK",
     "dspark.py",
     since="0.5.23",
-    lacks=(_WINDOW, _NO_CONFIDENCE, *DFLASH.rows["sglang", "dflash"][-1].lacks),  # type: ignore[union-attr]
+    lacks=(_NO_CONFIDENCE, *DFLASH.rows["sglang", "dflash"][-1].lacks),  # type: ignore[union-attr]
 )
-_LLAMACPP = Reads("dflash", "draft-dspark", "src/models/dflash.cpp", ran="11434", lacks=(_WINDOW, *base.OF_LLAMACPP))
+_LLAMACPP = Reads("dflash", "draft-dspark", "src/models/dflash.cpp", ran="11434", lacks=(WINDOW, *base.OF_LLAMACPP))
 _SPECULATORS = Reads(
     "DSparkSpeculator",
     "dspark",
     "models/dspark",
     ran="0.9",
-    lacks=(_WINDOW, OWN_HEAD_OF_ALL_TOKENS),
+    lacks=(WINDOW, CAUSAL_BLOCK, OWN_HEAD_OF_ALL_TOKENS),
     quirks=Quirks(wrap=_wrapped),
 )
 
