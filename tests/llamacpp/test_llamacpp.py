@@ -49,6 +49,12 @@ def dspark(engine_world: EngineWorld, target: str) -> str:
 
 
 @pytest.fixture(scope="session")
+def filled_in(engine_world: EngineWorld, target: str) -> str:
+    settings = ("drafter.block_size=6", "drafter.sample_from_anchor=false", "drafter.causal=true")
+    return exported(engine_world.trained("filled-in", "dspark", *settings, steps=40), target)
+
+
+@pytest.fixture(scope="session")
 def dflash2(engine_world: EngineWorld, target: str) -> str:
     return exported(engine_world.trained("dflash2", "dflash2", "drafter.block_size=6", steps=40), target)
 
@@ -174,6 +180,15 @@ def test_dspark_proposes_from_every_slot_and_knows_the_token_before(agreement, d
         head.data[:] = 0
 
     assert agreement.of(spoiled(dspark, "markov-forgotten", forget), "dspark", 5) > OF_DECODE
+
+
+def test_a_causal_dspark_of_mask_slots_alone_proposes_from_those(agreement, filled_in):
+    assert agreement.of(filled_in, "filled-in", 5) <= OF_DECODE
+
+    def misread(reader):
+        numbers(reader, "dflash.sample_from_anchor")[0][0] = True
+
+    assert agreement.of(spoiled(filled_in, "misread", misread), "filled-in", 5) > OF_DECODE
 
 
 def test_dflash2_mixes_the_slots_of_a_block_and_selects_after_the_token_before(agreement, dflash2):

@@ -43,6 +43,7 @@ def peer_model(core: ModuleType, case: Case, attention: str) -> Any:
         aux_hidden_state_layer_ids=[layer + 1 for layer in case.model.config.aux_layers],
         mask_token_id=MASK_ID,
         markov_rank=RANK,
+        sample_from_anchor=case.model.config.sample_from_anchor,
         **speculators_models.members("dspark", BLOCK),
     )
     vocab, head = case.target.vocab, case.target.head
@@ -71,7 +72,10 @@ def with_the_tokens_it_chooses(case: Case) -> Case:
         ("ce", {"cross_entropy": 1.0, "overlap": 0.0, "confidence": 0.5}),
     ],
 )
-@pytest.mark.parametrize(("lengths", "is_small"), [([40], False), ([23, 12, 30], False), ([23, 12, 30], True)])
+@pytest.mark.parametrize(
+    ("lengths", "is_small", "anchored"),
+    [([40], False, True), ([23, 12, 30], False, True), ([23, 12, 30], True, True), ([23, 12, 30], False, False)],
+)
 def test_losses_and_gradients_are_equal(
     core: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
@@ -80,10 +84,11 @@ def test_losses_and_gradients_are_equal(
     settings: dict[str, float],
     lengths: list[int],
     is_small: bool,
+    anchored: bool,
 ) -> None:
     from speculators.losses import resolve_loss_config
 
-    case = dspark_case(lengths, dtype=torch.float32)
+    case = dspark_case(lengths, dtype=torch.float32, sample_from_anchor=anchored)
     case = with_the_tokens_it_chooses(case) if is_small else case
     batch = case.batch
     batch.loss_mask[:] = torch.cat([torch.arange(n) >= 3 for n in lengths])

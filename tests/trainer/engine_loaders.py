@@ -108,7 +108,7 @@ def vllm_dflash(config: Mapping[str, Any]) -> Shapes:
 def dspark(config: Mapping[str, Any]) -> Shapes:
     """The heads of vLLM's and SGLang's DSpark; a vocabulary table of W1 is the target's."""
     rank, vocab = config["markov_rank"], config["draft_vocab_size"]
-    assert config["sample_from_anchor"] is True
+    assert config["sample_from_anchor"] is not config["dspark_bonus_anchor"]
     assert config["markov_head_type"] == "vanilla"
     found: Shapes = {
         "markov_head.markov_w1.weight": [config["vocab_size"], rank],

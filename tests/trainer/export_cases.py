@@ -115,6 +115,7 @@ KINDS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
     "medusa": ("medusa", None, {}),
     "dspark": ("dspark", None, {}),
     "dspark, small vocabulary, no confidence head": ("dspark", U, {"confidence_head": False}),
+    "dspark of mask slots alone": ("dspark", None, {"sample_from_anchor": False}),
     "dspark, causal": ("dspark", None, {"causal": True}),
     "dspark with causal windows": ("dspark", None, {"sliding_window": 5, "sliding_causal": True}),
     "dflash2": ("dflash2", None, {}),

@@ -46,9 +46,10 @@ def plain_loss(case: Case, loss: DSparkLoss, anchors: list[int], top: int = VOCA
     target_logits = case.target.head.logits(case.batch.final).double()
     least = target_logits.topk(top).values[:, -1:]
     target_logits = target_logits.masked_fill(target_logits < least, float("-inf"))
-    states, total, count, sums = plain(case, anchors), torch.zeros(()).double(), 0, [0.0] * BLOCK
+    first = 0 if case.model.config.sample_from_anchor else 1  # type: ignore[attr-defined]
+    states, total, count, sums = plain(case, anchors)[:, first:], torch.zeros(()).double(), 0, [0.0] * (BLOCK - first)
     for n, anchor in enumerate(anchors):
-        for k in range(BLOCK):
+        for k in range(BLOCK - first):
             row = anchor + 1 + k
             if row >= len(pack["ids"]) or pack["document"][row] != pack["document"][anchor] or not pack["mask"][row]:
                 continue
@@ -78,6 +79,7 @@ def plain_loss(case: Case, loss: DSparkLoss, anchors: list[int], top: int = VOCA
     [
         *((VOCAB, {}), (25, {}), (25, {"train_head": True}), (VOCAB, {"confidence_head": False})),
         *((VOCAB, {"causal": True}), (VOCAB, {"sliding_window": 3, "sliding_causal": True})),
+        *((VOCAB, {"sample_from_anchor": False}), (25, {"sample_from_anchor": False, "causal": True})),
     ],
 )
 def test_losses_and_gradients_agree_with_the_plain_restatement(labels: str, known: int, changes: Any) -> None:
@@ -111,10 +113,12 @@ def test_a_slot_whose_stored_top_tokens_are_all_off_the_draft_vocabulary_is_not_
     assert float(expected.detach()) != pytest.approx(float(every.detach()), abs=1e-2)
 
 
-def test_a_live_draft_is_chosen_token_by_token_and_is_what_recorded_text_says() -> None:
-    case = dspark_case([24])
+@pytest.mark.parametrize("anchored", [True, False])
+def test_a_live_draft_is_chosen_token_by_token_and_is_what_recorded_text_says(anchored: bool) -> None:
+    case = dspark_case([24], sample_from_anchor=anchored)
     model = case.model
     assert isinstance(model, DSpark)
+    longest = model.config.longest
     with torch.no_grad():
         model.markov_head.markov_w2.weight.mul_(8)
     case.batch.loss_mask[:] = True
@@ -123,13 +127,13 @@ def test_a_live_draft_is_chosen_token_by_token_and_is_what_recorded_text_says() 
     live, seen, after_newest = use.live(), 0, set()
     for newest in (6, 9, 10, 15):
         ids = case.batch.input_ids[seen + 1 : newest + 1].tolist()
-        proposed = live.propose(Verified(case.batch.aux[:, seen:newest], case.batch.final[seen:newest], ids), BLOCK)
+        proposed = live.propose(Verified(case.batch.aux[:, seen:newest], case.batch.final[seen:newest], ids), longest)
         text = make_batch([24], torch.ones(24, dtype=torch.bool), dtype=torch.float64)
         text.input_ids[:], text.aux[:] = case.batch.input_ids, case.batch.aux
-        text.input_ids[newest + 1 : newest + 1 + BLOCK] = torch.tensor(proposed)
-        assert int(use.hits(text, BLOCK)[newest]) == BLOCK
+        text.input_ids[newest + 1 : newest + 1 + longest] = torch.tensor(proposed)
+        assert int(use.hits(text, longest)[newest]) == longest
         text.input_ids[newest + 2] = (proposed[1] + 1) % VOCAB
-        assert int(use.hits(text, BLOCK)[newest]) == 1
+        assert int(use.hits(text, longest)[newest]) == 1
         after_newest.add(tuple(proposed))
         seen = newest
     assert len(after_newest) == 4

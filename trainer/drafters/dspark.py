@@ -1,13 +1,14 @@
 """DSpark: DFlash with a head that knows the token before, and another that says how sure a slot is.
 
-Every slot of the block proposes: slot k stands at the newest token's position + k and proposes the token after it. To
-its logits a Markov head adds W2 W1[x], x the token at the slot's own position: the newest one, and then the one just
-proposed. So proposals are chosen one after another, from the states of one forward. A confidence head reads [state;
-W1[x]] and is taught how much of the target's distribution the drafter's overlaps. Sources: docs/design/016; DeepSeek's
-released DSpark; speculators 0.9 ``models/dspark``; llama.cpp ``dflash.cpp``.
+Every slot of the block proposes: slot k stands at the newest token's position + k and proposes the token after it;
+without ``sample_from_anchor`` slots but the first propose the token at their own, as DFlash's. To a slot's logits a
+Markov head adds W2 W1[x], x the token before the proposed one: the newest, and then the one just proposed. So
+proposals are chosen one after another, from the states of one forward. A confidence head reads [state; W1[x]] and is
+taught how much of the target's distribution the drafter's overlaps. Sources: docs/design/016; DeepSeek's released
+DSpark; speculators 0.9 ``models/dspark``; llama.cpp ``dflash.cpp``.
 
-Shapes: D target width (and the drafter's), V target vocabulary, U draft vocabulary, M Markov rank, N blocks, B slots of
-a block, n rows.
+Shapes: D target width (and the drafter's), V target vocabulary, U draft vocabulary, M Markov rank, N blocks,
+K proposals of a block, n rows.
 """
 
 from functools import partial
@@ -79,7 +80,9 @@ class DSparkConfig(DFlashConfig):
     name: str = "dspark"
     """The kind of drafter."""
     block_size: int = Field(PUBLISHED_BLOCK, ge=2)
-    """Slots of a block, each of which proposes."""
+    """Slots of a block."""
+    sample_from_anchor: bool = True
+    """The newest token's slot proposes too, and each slot the token after its own position; else that at it."""
     markov_rank: int = Field(PUBLISHED_RANK, gt=0)
     """Width of what the Markov head knows of the token before."""
     confidence_head: bool = True
@@ -87,7 +90,7 @@ class DSparkConfig(DFlashConfig):
 
     @property
     def longest(self) -> int:
-        return self.block_size
+        return self.block_size - (not self.sample_from_anchor)
 
 
 class MarkovHead(nn.Module):
@@ -137,8 +140,8 @@ class DSpark(DFlash):
         return torch.sigmoid(self.confidence_head(joined))
 
     def block_states(self, batch: PackedBatch, block_map: BlockMap) -> Tensor:
-        """[state; W1[x]] of every slot, after the text's own tokens: [N*B, D+M]."""
-        slots = torch.arange(self.block_size, device=batch.input_ids.device)
+        """[state; W1[x]] of the slots that propose, after the text's own tokens: [N*K, D+M]."""
+        slots = torch.arange(self.config.longest, device=batch.input_ids.device)
         rows = (block_map.anchors[:, None] + slots).clamp(max=len(batch.input_ids) - 1)
         return self.joined(super().block_states(batch, block_map), batch.input_ids[rows].flatten())
 
@@ -184,8 +187,8 @@ class _DSparkKind(type(DFLASH)):  # type: ignore[misc]
     export = DSPARK_EXPORT
 
     def derive(self, facts: TargetFacts) -> dict[str, dict[str, Any]]:
-        """DFlash's without the target's windows, which llama.cpp and speculators do not read, and a Markov head no wider
-        than the target."""
+        """DFlash's without the target's windows, which llama.cpp and speculators do not read, and a Markov head no
+        wider than the target."""
         defaults: dict[str, dict[str, Any]] = super().derive(facts)
         drafter = defaults["drafter"]
         drafter["markov_rank"] = min(PUBLISHED_RANK, facts.hidden_size)

@@ -28,13 +28,13 @@ def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> 
     flags = {
         "mask_token_id": drafter.mask_token_id,
         "target_layer_ids": made.config["dflash_config"]["target_layer_ids"],
-        "sample_from_anchor": True,
-        "dspark_bonus_anchor": False,
+        "sample_from_anchor": drafter.sample_from_anchor,
+        "dspark_bonus_anchor": not drafter.sample_from_anchor,
         **_heads(drafter),
     }
     nested = made.config["dflash_config"] | {"projector_type": "dspark"}
     if engine.name != "vllm":
-        nested["sample_from_anchor"] = True
+        nested["sample_from_anchor"] = drafter.sample_from_anchor
     return replace(made, config={**made.config, **flags, "dflash_config": nested})
 
 
@@ -52,7 +52,7 @@ def _wrapped(config: dict[str, Any], checkpoint: Checkpoint, draft_len: int) -> 
         "block_size": config["block_size"],
         "mask_token_id": config["mask_token_id"],
         "aux_hidden_state_layer_ids": [layer + 1 for layer in config["target_layer_ids"]],
-        "sample_from_anchor": True,
+        "sample_from_anchor": config["sample_from_anchor"],
         "sliding_window_non_causal": True,
         **_heads(checkpoint.config),
     }
@@ -65,8 +65,6 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
     kind = config.get("markov_head_type", nested.get("markov_head_type", "vanilla"))
     if kind != "vanilla":
         raise ValueError(f"markov_head_type is {kind!r}; only 'vanilla' is known here")
-    if not _every_slot_proposes(config):
-        raise ValueError("sample_from_anchor is false: its first slot repeats the newest token, ours proposes")
     has_confidence = "confidence_head.proj.weight" in tensors
     rank = tensors["markov_head.markov_w1.weight"].shape[1]
     if has_confidence and tensors["confidence_head.proj.weight"].shape[1] != target.head.hidden_size + rank:
@@ -76,7 +74,8 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
     of_dflash = {**nested, "sample_from_anchor": False, "projector_type": None}
     plain = {**config, "dflash_config": of_dflash, "sample_from_anchor": False}
     facts, tensors = DFLASH.read(plain, tensors, target)
-    return facts | {"markov_rank": rank, "confidence_head": has_confidence}, tensors
+    heads = {"markov_rank": rank, "confidence_head": has_confidence}
+    return facts | heads | {"sample_from_anchor": _every_slot_proposes(config)}, tensors
 
 
 def _every_slot_proposes(config: Mapping[str, Any]) -> bool:

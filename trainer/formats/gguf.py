@@ -138,7 +138,8 @@ def _dflash_fields(config: Mapping[str, Any]) -> Fields:
     if dflash.get("causal"):
         fields["attention.causal"] = True
     if config.get("markov_rank"):
-        fields |= {"sample_from_anchor": True, "has_confidence_head": config["enable_confidence_head"]}
+        fields["sample_from_anchor"] = config["sample_from_anchor"]
+        fields["has_confidence_head"] = config["enable_confidence_head"]
     return fields
 
 
