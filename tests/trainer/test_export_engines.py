@@ -160,7 +160,6 @@ REFUSED: list[tuple[str, str | None, str, dict[str, Any], str, str]] = [
     ("trtllm", "1.3", "dflash", {"sliding_window": 64, "sliding_causal": True}, "from each slot", "--engine vllm"),
     ("trtllm", "1.3", "dflash", {"causal": True}, "see later ones", "drafter.causal=false"),
     ("trtllm", "1.3", "dspark", {}, "no DSpark", "a DFlash drafter"),
-    ("sglang", None, "dspark", {"confidence_head": False}, "makes a confidence head", "confidence_head=true"),
     ("vllm", None, "dspark", {"sliding_window": 9}, "symmetric inside a block", "sliding_causal=true"),
     ("sglang", None, "dspark", {"sliding_window": 9}, "symmetric inside a block", "sliding_causal=true"),
     ("llamacpp", None, "dspark", {"sliding_window": 9, "sliding_causal": True}, "from each slot", "--engine vllm"),

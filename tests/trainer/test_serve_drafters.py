@@ -10,7 +10,7 @@ import pytest
 from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError, NotFoundError
 from hiddenstore.targets.folder import code_sha256
 from hiddenstore.targets.identity import config_sha256
-from tests.trainer.export_cases import case
+from tests.trainer.export_cases import case, make
 from tests.trainer.serve_cases import TARGET_CONFIG, asked, planned, published, write_exports
 from trainer.export.support import target_differences
 from trainer.export.write import export
@@ -384,6 +384,14 @@ def test_mixed_attention_layers_are_warned_about_in_vllm(tmp_path: Path) -> None
     ours = tmp_path / "ours"
     export(case("dflash of two kinds of layers"), "vllm", ours)
     assert "VLLM_USE_V2_MODEL_RUNNER=1" in asked("vllm", drafter=str(ours))[0].warnings[0]
+
+
+def test_a_dspark_without_a_confidence_head_is_served_by_sglang_with_the_mode_that_needs_none(tmp_path: Path) -> None:
+    for has_one in (True, False):
+        out = tmp_path / str(has_one)
+        export(make("dspark", confidence_head=has_one), "sglang", out)
+        warned = [text for text in asked("sglang", drafter=str(out))[0].warnings if "RAGGED_VERIFY_MODE" in text]
+        assert bool(warned) is not has_one
 
 
 @pytest.mark.parametrize(

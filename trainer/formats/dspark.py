@@ -10,14 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from trainer.formats import base
-from trainer.formats.base import Checkpoint, Engine, Files, Lack, Quirks, Reads, Refused, Target, Tensors
+from trainer.formats.base import Checkpoint, Engine, Files, Quirks, Reads, Refused, Target, Tensors
 from trainer.formats.dflash import CAUSAL_BLOCK, DFLASH, OWN_HEAD_OF_ALL_TOKENS, SYMMETRIC_WINDOW, WINDOW, block_size
-
-_NO_CONFIDENCE = Lack(
-    lambda c: not c.config.confidence_head,
-    "it makes a confidence head whether a file has one or not",
-    "train with drafter.confidence_head=true",
-)
 
 
 def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> Files:
@@ -120,6 +114,16 @@ def _unread(config: Mapping[str, Any], engine: str) -> Refused | None:
     )
 
 
+def _no_confidence(config: Mapping[str, Any]) -> str | None:
+    """``build_confidence_head`` of SGLang's ``dspark.py`` asks for the mode alone."""
+    if config.get("enable_confidence_head", True):
+        return None
+    return (
+        "without a confidence head SGLang drafts with SGLANG_RAGGED_VERIFY_MODE=static alone, its default: in another "
+        "mode it makes one with random weights"
+    )
+
+
 _V2 = "DSpark runs in vLLM's V2 model runner only, which needs Triton: no CPU build has it"
 _VLLM = Reads(
     "Qwen3DSparkModel",
@@ -134,7 +138,8 @@ _SGLANG = Reads(
     "DSPARK",
     "dspark.py",
     since="0.5.23",
-    lacks=(_NO_CONFIDENCE, *DFLASH.rows["sglang", "dflash"][-1].lacks),  # type: ignore[union-attr]
+    lacks=DFLASH.rows["sglang", "dflash"][-1].lacks,  # type: ignore[union-attr]
+    warn=_no_confidence,
 )
 _LLAMACPP = Reads("dflash", "draft-dspark", "src/models/dflash.cpp", ran="11434", lacks=(WINDOW, *base.OF_LLAMACPP))
 _SPECULATORS = Reads(
