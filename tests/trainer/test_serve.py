@@ -147,6 +147,14 @@ def test_settings_of_sglang_that_are_on_or_off_are_flags_without_a_value() -> No
         *("--speculative-draft-kv-cache-dtype", "fp8_e4m3"),
         *("--speculative-draft-sink-size", "0", "--speculative-use-rejection-sampling"),
     )
+    for value, flag in (("true", "--speculative-enable"), ("false", "--no-speculative-enable")):
+        command = planned("sglang", **small, settings=(f"enable-w4a4-mxfp4-megamoe={value}",)).command
+        assert [word for word in command if "megamoe" in word] == [f"{flag}-w4a4-mxfp4-megamoe"]
+
+
+def test_sglang_looks_n_grams_up_on_any_device_without_a_word() -> None:
+    """``_handle_ngram`` of 0.5.23's ``speculative_hook.py``: CUDA, CPU or XPU."""
+    assert planned("sglang", method="ngram").notes == ()
 
 
 def test_vllm_gets_the_later_settings_of_its_speculation() -> None:

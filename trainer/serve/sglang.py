@@ -54,6 +54,7 @@ class Speculation(Section):
     token_map: str | None = None
     moe_runner_backend: str | None = None
     moe_a2a_backend: str | None = None
+    enable_w4a4_mxfp4_megamoe: bool | None = None
     ngram_min_bfs_breadth: PositiveInt | None = None
     ngram_max_bfs_breadth: PositiveInt | None = None
     ngram_match_type: Literal["BFS", "PROB"] | None = None
@@ -89,6 +90,9 @@ def speculative_flags(request: ServeRequest, settings: Mapping[str, Any]) -> lis
     flags = ["--speculative-algorithm", algorithm]
     if request.drafter is not None:
         flags += ["--speculative-draft-model-path", request.drafter]
+    # The one flag whose absence is a third answer: what the target does.
+    if values.get("enable_w4a4_mxfp4_megamoe") is False:
+        flags.append("--no-speculative-enable-w4a4-mxfp4-megamoe")
     return flags + flags_of("--speculative-", values)
 
 
@@ -104,8 +108,6 @@ def plan(request: ServeRequest) -> ServePlan:
 
 
 def _notes(request: ServeRequest) -> tuple[str, ...]:
-    if request.method == "ngram":
-        return ("SGLang looks n-grams up on CUDA only",)
     algorithm = SGLANG.method(request.method, request.version, request.drafter)
     blind = {"EAGLE3": _FOR_NONE, **dict.fromkeys(("DFLASH", "DSPARK"), (*_FOR_NONE, *_FOR_EAGLE3_ONLY))}
     classes = (text_config(request.target) or {}).get("architectures")
