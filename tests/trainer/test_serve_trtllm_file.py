@@ -46,6 +46,13 @@ def test_what_is_wrong_with_a_file_is_said(settings: dict[str, Any], said: str) 
     assert any(said in problem for problem in problems(settings)), problems(settings)
 
 
+def test_a_second_length_of_mtp_is_none_of_newer_versions_business() -> None:
+    """``llm_args.py`` of 1.4 warns of ``num_nextn_predict_layers`` and drops it."""
+    settings = {"speculative_config": {"decoding_type": "MTP", "num_nextn_predict_layers": 1, "max_draft_len": 3}}
+    assert problems(settings, "1.4.0rc1") == []
+    assert len(problems(settings, "1.3.0")) == len(problems(settings)) == 1
+
+
 def test_a_dynamic_tree_wants_its_branches_and_a_total_that_they_can_make_and_no_fixed_tree() -> None:
     tree = {"decoding_type": "Eagle3", "max_draft_len": 3, "speculative_model": "d", "use_dynamic_tree": True}
     assert any("dynamic_tree_max_topK" in line for line in problems({"speculative_config": tree}))
@@ -79,8 +86,13 @@ def test_mtp_wants_a_target_with_such_layers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no num_nextn_predict_layers") as raised:
         planned("trtllm", method="mtp", target=without)
     assert raised.value.kind == "serve-setting"
-    deepseek = published(tmp_path / "with", model_type="deepseek_v3", num_nextn_predict_layers=1)
-    assert planned("trtllm", method="mtp", target=deepseek).command[1] == deepseek
+    for words in (
+        {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1},
+        {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1}},
+        {"model_type": "qwen3_next"},
+    ):
+        able = published(tmp_path / words["model_type"], **words)
+        assert planned("trtllm", method="mtp", target=able).command[1] == able
     assert planned("trtllm", method="ngram", target=without).command[1] == without
 
 

@@ -26,6 +26,12 @@ Settings = Mapping[str, Any]
 MODEL = ("speculative_model", "speculative_model_dir")
 _LENGTH = ("max_draft_len", "prompt_lookup_num_tokens")
 _MTP_LENGTHS = ("num_nextn_predict_layers", "max_draft_len")
+_FIRST_LENGTH_DROPPED = "1.4"
+"""Since when ``llm_args.py`` drops the former beside the latter."""
+_MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+_MTP_UNNAMED = ("qwen3_next",)
+"""Where TensorRT-LLM reads a target's MTP layers (``_torch/speculative/utils.py``; one where neither is), and the types
+of targets that have some and name none."""
 _LIMIT = "max_concurrency"
 _WITH_MODEL = ("Eagle3", "Eagle", "DraftTarget", "Draft_Target", "PARD", "DFlash")
 _WITH_LENGTH = (*_WITH_MODEL, "NGram", "SA")
@@ -110,7 +116,10 @@ def file_problems(settings: Settings, version: str | None = None) -> Iterator[st
     for name in RULES:
         if name not in sections and settings.get(name) is not None:
             yield f"{name}: should hold key: value lines, found {settings[name]!r}"
+    drops_one = version is not None and is_within(version, _FIRST_LENGTH_DROPPED, None)
     for section, setting, is_broken, text in ((name, *rule) for name in RULES for rule in RULES[name]):
+        if drops_one and setting == _MTP_LENGTHS[0]:
+            continue
         try:
             if section in sections and is_broken(sections[section]):
                 yield f"{section}.{setting}: {text.format_map(sections[section])}"
@@ -228,8 +237,9 @@ def file_settings(request: ServeRequest) -> dict[str, Any]:
         both = isinstance(value, Mapping) and isinstance(settings.get(key), dict)
         settings[key] = settings[key] | value if both else value
     problems, config = [], text_config(request.target) if request.method == "mtp" else None
-    if config is not None and not config.get("num_nextn_predict_layers"):
-        problems = [f"speculative_config.decoding_type: MTP, but {request.target} has no num_nextn_predict_layers"]
+    if config is not None and config.get("model_type") not in _MTP_UNNAMED and not any(map(config.get, _MTP_LAYERS)):
+        names = " and no ".join(_MTP_LAYERS)
+        problems = [f"speculative_config.decoding_type: MTP, but {request.target} has no {names}"]
     refuse(settings, request.version, "--set", problems)
     return settings
 
@@ -355,7 +365,7 @@ def _notes(request: ServeRequest, settings: Mapping[str, Any]) -> tuple[str, ...
             f"server refuse the tag: --set decoding_type={other}"
         )
     if request.method == "mtp" and text_config(request.target) is None:
-        notes.append(f"MTP needs a target with such layers (num_nextn_predict_layers): {request.target} is not local")
+        notes.append(f"MTP needs a target with such layers ({', '.join(_MTP_LAYERS)}): {request.target} is not local")
     if _speaks_harmony(request.target):
         notes.append(
             f"{ENCODINGS} is a folder with o200k_base.tiktoken and cl100k_base.tiktoken, which OpenAI publishes; "
