@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from safetensors.torch import load_file, save_file
 
 from benchmarks.drafter_quality import BATCH_TOKENS, BY_NAME, CHAINS, Bench, Quality, measured, once, parser, publish
 from trainer.train.run_folder import describe
@@ -61,9 +60,8 @@ class Peer:
             command = [self.python, script, *words, "--save-path", str(run / "theirs")]
             printed, cpu_s = bench.command.run(command, subprocess.PIPE)
             trained = json.loads(printed.splitlines()[-1])
-            as_ours(Path(trained.pop("checkpoint")), run / "published")
             words = ["-o", str(run / "run"), "--store", bench.store]
-            bench.command.answer("import-drafter", str(run / "published"), *words)
+            bench.command.answer("import-drafter", trained.pop("checkpoint"), *words)
             chains = bench.judge(run / "run", CHAINS)
             return {"row": f"{PEER} {self.drafter}", **trained, "train_cpu_s": round(cpu_s, 1), "chains": chains}
 
@@ -91,22 +89,6 @@ class Peer:
             *([] if vocab.is_full else ["--draft-vocab-size", str(vocab.size)]),
             *([] if mask is None else ["--mask-token-id", str(mask)]),
         ]
-
-
-def as_ours(theirs: Path, out: Path) -> None:
-    """Their checkpoint without the norm before fc, which ours has not. That norm divides a token's states by one number
-    and multiplies each by its weight. Its weight goes into fc; the number goes away in the norm behind fc, as nothing
-    reads fc's output but that norm."""
-    config = json.loads((theirs / "config.json").read_text(encoding="utf-8"))
-    tensors = {name: tensor.float() for name, tensor in load_file(theirs / "model.safetensors").items()}
-    if config.get("norm_before_fc"):
-        if not (config["norm_before_residual"] and config["norm_output"]):
-            raise SystemExit("the norm before fc matters: its output is the residual as it is")
-        tensors["fc.weight"] *= tensors.pop("input_norm.weight")
-        config["norm_before_fc"] = False
-    out.mkdir(parents=True)
-    save_file(tensors, out / "model.safetensors")
-    (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def accepted(result: Quality) -> float:

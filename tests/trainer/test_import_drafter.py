@@ -146,6 +146,25 @@ def test_speculators_layout_is_read_with_its_nested_config_and_its_own_layer_ids
     assert load_drafter(tmp_path / "run").config.norm_before_residual is True  # type: ignore[attr-defined]
 
 
+def test_speculators_norm_before_fc_is_folded_into_it_where_hidden_norm_takes_its_size_away(
+    store: Store, tmp_path: Path
+) -> None:
+    head = store.head()
+    tensors = {**eagle3_tensors("layers.0"), "input_norm.weight": torch.rand(3 * D) + 0.5}
+    flags = {"eagle_aux_hidden_state_layer_ids": [3, 4, 6], "speculators_version": "0.9.0", "norm_before_fc": True}
+    config = eagle3_config(norm_before_residual=True, **flags)
+    found = read_published(write(tmp_path / "published", tensors, config), head, NUM_LAYERS)
+    states = torch.randn(5, 3 * D) * 4
+    normed = states * states.square().mean(-1, keepdim=True).rsqrt() * tensors["input_norm.weight"]
+    ours, theirs = states @ found.weights["fc.weight"].T, normed @ tensors["fc.weight"].T
+    assert torch.allclose(torch.nn.functional.normalize(ours), torch.nn.functional.normalize(theirs), atol=1e-6)
+    assert found.config.norm_before_residual
+    assert "input_norm.weight" not in found.weights
+    write(tmp_path / "plain residual", tensors, eagle3_config(**flags))
+    with pytest.raises(ConfigError, match="norm_before_fc without norm_before_residual"):
+        read_published(tmp_path / "plain residual", head, NUM_LAYERS)
+
+
 def test_rows_of_a_vocabulary_out_of_order_keep_their_tokens(store: Store, tmp_path: Path) -> None:
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:U]
     tensors = eagle3_tensors(ids=ids)

@@ -135,6 +135,8 @@ def _signs(config: Mapping[str, Any], tensors: Tensors) -> bool:
 def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[dict[str, Any], Tensors]:
     if "sliding_attention" in (config.get("layer_types") or ()):
         raise ValueError("layer_types has sliding_attention, and layers of ours see the whole text")
+    if (config.get("eagle_config") or {}).get("norm_before_fc", config.get("norm_before_fc")):
+        _fold_norm_before_fc(config, tensors)
     base.drop_shared(tensors, "embed_tokens.weight", target.head.embed_tokens)
     if "lm_head.weight" not in tensors:
         tensors["lm_head.weight"] = target.head.output_weight[target.vocab.target_ids].float().cpu()
@@ -147,6 +149,17 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
         "train_embeddings": "embed_tokens.weight" in tensors,
     }
     return base.dimensions(config) | facts, tensors
+
+
+def _fold_norm_before_fc(config: Mapping[str, Any], tensors: Tensors) -> None:
+    """Bring in the norm before fc of speculators' default (``eagle3/core.py``), which ours has not: it divides a
+    token's states by one number and multiplies each by its weight. The weight goes into fc; the number goes away in
+    ``hidden_norm``, where nothing else reads what fc gives. ValueError where something does."""
+    if not config.get("norm_before_residual"):
+        raise ValueError(
+            "norm_before_fc without norm_before_residual: the residual is what fc gives, undivided in ours"
+        )
+    tensors["fc.weight"] = tensors["fc.weight"] * tensors.pop("input_norm.weight")
 
 
 def _published_layers(config: Mapping[str, Any], target: Target) -> tuple[int, ...]:
