@@ -122,6 +122,22 @@ def test_plan_estimates_what_collect_then_writes(
         assert row["files"] == pytest.approx(files, rel=0.2)
 
 
+@pytest.mark.parametrize("budget", [50, 70, 100])
+def test_plan_counts_units_that_end_before_the_sample_that_would_not_fit(
+    budget: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: str
+) -> None:
+    data = str(data_for_tiny(tmp_path / "many", samples=100))
+    monkeypatch.setattr("hiddenstore.inputs.UNIT_TOKENS", budget)
+    store = tmp_path / "store"
+    done = call_json(capsys, "collect", data, "-o", str(store), "--target", target, "--recipe", "safe")
+    for read, error in ((1 << 20, 0), (1000, 0.1)):
+        monkeypatch.setattr("collectors.capture.estimate._TOKENS_READ", read)
+        plan = call_json(capsys, "plan", data, "--target", target)
+        (row,) = (row for row in plan["recipes"] if row["recipe"] == "safe")
+        assert row["segments"] == pytest.approx(done["units"], rel=error)
+    assert done["units"] > 1.1 * plan["tokens"] / budget
+
+
 def test_plan_writes_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path, data: str, target: str) -> None:
     before = sorted(tmp_path.rglob("*"))
     assert call("plan", data, "--target", target, "-o", str(tmp_path / "store")) == 0
