@@ -135,13 +135,20 @@ def _require_blocks(folder: TargetFolder, capture: CaptureSpec) -> None:
     require_blocks(folder, capture.blocks, _value_bytes(folder.config))
 
 
-def shortage(store: Store, info: PreparedData, pending: Mapping[str, int], job: str = "collect") -> str | None:
+def shortage(store: Store, prepared: PreparedInput, pending: Mapping[str, int], job: str = "collect") -> str | None:
     """A warning where the tokens of ``pending`` units take more than is free beside a local store; None if they fit."""
-    container = CONTAINERS[store.manifest.container]
-    room = room_for(_counts(info, store.capture), store.capture, container)
-    needed = room.size_bytes * sum(pending.values()) // max(1, info.tokens)
-    lacking = room_lacking(store, needed, job, "`hiddenstore plan` shows what fits")
-    return lacking and f"warning: {lacking}"
+    container, info = CONTAINERS[store.manifest.container], prepared.info
+
+    def lacking(shared: float = 0.0) -> str | None:
+        room = room_for(_counts(info, store.capture, shared), store.capture, container)
+        needed = room.size_bytes * sum(pending.values()) // max(1, info.tokens)
+        return room_lacking(store, needed, job, "`hiddenstore plan` shows what fits")
+
+    found = lacking()
+    if found and container.shares_rows:
+        # The samples are read only where what they have in common decides.
+        found = lacking(read_first(prepared, store.capture)[0])
+    return found and f"warning: {found}"
 
 
 def repetition(store: Store, digest: str, pending: Mapping[str, PendingUnit]) -> str | None:

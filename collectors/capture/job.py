@@ -388,7 +388,7 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
         with CollectJob(store, prepared, engine, check, compare, rank, drain) as job:
             if left := pending_tokens(store, job.digest):
                 require_encodes(store.capture, store.path)
-            if warning := shortage(store, prepared.info, left):
+            if warning := shortage(store, prepared, left):
                 say_once(warning)
             if rank.is_first and (warning := repetition(store, job.digest, pending_units(store, job.digest))):
                 say_once(warning)
