@@ -70,6 +70,22 @@ def test_a_wrong_rank_environment_is_refused(
     assert not (tmp_path / "store").exists()
 
 
+def test_a_rank_that_is_done_names_the_ranks_whose_share_is_not(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hiddenstore.inputs.UNIT_TOKENS", 60)
+    data, store = str(data_for_tiny(tmp_path / "many", samples=24)), str(tmp_path / "store")
+    said = []
+    for rank in (0, 2, 1):
+        for name, value in {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
+            monkeypatch.setenv(name, value)
+        assert call("collect", data, "-o", store, "--target", target, "--check", "none") == 0
+        said.append(capsys.readouterr().err)
+    assert "still pending: the share of rank 1, 2, or run the same command again" in said[0]
+    assert "the share of rank 1, or run" in said[1]
+    assert "pending" not in said[2]
+
+
 def test_the_time_at_the_end_says_what_comparing_took(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, data: str, target: str
 ) -> None:
