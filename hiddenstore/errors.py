@@ -140,7 +140,11 @@ class Kind(StrEnum):
     INTERRUPTED = "interrupted", InterruptError, "A signal stopped the command; the same command goes on."
     INTERNAL = "internal", HiddenstoreError, "A bug: a log file holds the traceback."
     ANOTHER_RANK = "another-rank", HiddenstoreError, "This rank stopped because another one failed; that one says why."
-    RANK_INVALID = "rank-invalid", ConfigError, "RANK, WORLD_SIZE or LOCAL_RANK is missing or contradicts the others."
+    RANK_INVALID = (
+        "rank-invalid",
+        ConfigError,
+        "RANK, WORLD_SIZE or LOCAL_RANK is missing or contradicts the others, or srun started no task.",
+    )
     RANK_LOST = "rank-lost", StorageError, "A rank ended or did not answer in time."
     RANK_RENDEZVOUS = "rank-rendezvous", ConfigError, "The ranks did not meet at MASTER_ADDR and MASTER_PORT."
     RANKS_FAILED = "ranks-failed", CaptureError, "One or more processes of this command failed."

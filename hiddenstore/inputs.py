@@ -436,6 +436,12 @@ class PreparedInput:
         return pq.ParquetFile(path)
 
 
+def count_units(lengths: Iterable[int], max_tokens: int) -> int:
+    """How many units samples of so many tokens make, see ``PreparedInput.units``."""
+    cutter = _Cutter(max_tokens, ())
+    return 1 + max(map(cutter.index_of, lengths), default=-1)
+
+
 class _Cutter:
     """Gives each following sample the index of its unit; those numbered in ``starts`` begin one."""
 

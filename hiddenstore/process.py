@@ -20,6 +20,8 @@ _LAUNCHERS: dict[str, tuple[str, str, str]] = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     "SLURM": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 }
+_LAST_STEP = 0xFFFFFFF0
+"""Numbers above it are no step that ``srun`` starts tasks in: batch script, interactive shell (SLURM's slurm.h)."""
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _SECOND_SIGNAL_EXIT = 130
 
@@ -50,14 +52,23 @@ class Rank:
 def from_environment(environment: Mapping[str, str] | None = None) -> Rank:
     """The rank that torchrun or SLURM gave this process; rank 0 of 1 when neither started it.
 
-    An interactive SLURM allocation (``salloc``, ``sbatch`` without ``srun``) sets SLURM_NTASKS for the job but starts
-    one process with no SLURM_PROCID of a step; its lone task is rank 0 of 1 only when NTASKS is 1. Raises ConfigError:
-    ``rank-invalid`` names the missing variables; ``rank-invalid`` a value that cannot be."""
+    A batch script or the shell of ``salloc`` has the SLURM_NTASKS of its job and SLURM_PROCID=0, but is one process:
+    outside a step it is rank 0 of 1 where NTASKS is 1. Raises ConfigError: ``rank-invalid``: variables are missing, a
+    value cannot be, or a job of several tasks started none of them."""
     environment = os.environ if environment is None else environment
     for launcher, names in _LAUNCHERS.items():
         values = {name: environment[name] for name in names if environment.get(name, "") != ""}
-        if not values or (launcher == "SLURM" and values == {"SLURM_NTASKS": "1"}):
+        if not values:
             continue
+        if launcher == "SLURM" and not _is_in_step(environment):
+            if (tasks := values.get("SLURM_NTASKS", "1")) == "1":
+                continue
+            raise ConfigError(
+                f"SLURM_NTASKS={tasks}, but this process is none of these tasks: no srun started it, and as rank 0 of "
+                f"{tasks} it would do one share alone",
+                kind=Kind.RANK_INVALID,
+                hint="srun hiddenstore … starts a worker for each task; unset SLURM_NTASKS for one that does all",
+            )
         missing = [name for name in names if name not in values]
         if missing:
             raise ConfigError(
@@ -78,6 +89,11 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Rank:
             )
         return Rank(rank, world_size, local_rank)
     return Rank()
+
+
+def _is_in_step(environment: Mapping[str, str]) -> bool:
+    step = environment.get("SLURM_STEP_ID", "")
+    return step.isdecimal() and int(step) <= _LAST_STEP
 
 
 @dataclass

@@ -21,7 +21,7 @@ from hiddenstore.data.order import Order, global_batches
 from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.files.documents import foreign_json
 from hiddenstore.index.table import SPLITS
-from hiddenstore.process import free_bytes
+from hiddenstore.process import free_bytes, from_environment
 from hiddenstore.store import Store
 from hiddenstore.targets.load import pick_device
 from hiddenstore.targets.matmul import bf16_pays
@@ -90,10 +90,9 @@ def load_config(
             smaller = min(defaults["data"]["pack_tokens"], int(batch_tokens))
             defaults["data"]["pack_tokens"] = max(smaller, longest_sample(store, view.max_tokens))
     config = settings.load(config_class(name), file, words, defaults)
-    longest = longest_sample(store, config.data.max_tokens)
     if not settings.assignments("data.pack_tokens", file, words):
-        config = _within_memory(config, longest)
-    _warn_of_longest(config, longest)
+        config = _within_memory(store, config)
+    _warn_of_longest(store, config)
     if settings.assignments("optim.lr", file, words):
         return config
     return config.model_copy(update={"optim": config.optim.model_copy(update={"lr": derived_lr(store, config)})})
@@ -120,48 +119,91 @@ def longest_sample(store: "Store", max_tokens: int | None = None) -> int:
     return min(longest, max_tokens or longest)
 
 
-def activation_bytes(config: TrainConfig) -> int:
+def activation_bytes(config: TrainConfig, anchors: float = 0.0) -> int:
     """Memory that a token of a pack takes from forward to backward, in fp32, from the shapes: norms, MLP and attention
-    of every layer at every row. At width 256 and seven steps it gives 109 kB, where 107 was measured
-    (benchmarks/results/train-2026-11-21.md)."""
+    of every layer at every row, those of the blocks that open at ``anchors`` of each token included. At width 256 and
+    seven steps it gives 109 kB, where 107 was measured (benchmarks/results/train-2026-11-21.md)."""
     drafter, loss = config.drafter, config.loss
     layer = 5 * drafter.hidden_size + 2 * drafter.intermediate_size + 2 * drafter.num_heads * drafter.head_dim
-    blocks = getattr(loss, "num_anchors", 0) * getattr(drafter, "block_size", 0) / config.data.pack_tokens
-    rows = blocks + getattr(loss, "steps", 1)
+    rows = anchors * getattr(drafter, "block_size", 0) + getattr(loss, "steps", 1)
     states = 2 * len(drafter.aux_layers) * drafter.hidden_size
     return round(4 * rows * getattr(drafter, "num_layers", 1) * layer) + states
 
 
-def _within_memory(config: TrainConfig, longest: int) -> TrainConfig:
+def state_bytes(config: TrainConfig) -> int:
+    """Memory that a rank keeps of the drafter: weights, gradients and moments of its large matrices, in fp32, from the
+    shapes."""
+    drafter, loop = config.drafter, config.train
+    width, heads = drafter.hidden_size, drafter.num_heads + drafter.num_kv_heads
+    layer = width * (3 * drafter.intermediate_size + 2 * heads * drafter.head_dim)
+    tables = getattr(drafter, "medusa_heads", int(getattr(drafter, "train_head", False)))
+    weights = getattr(drafter, "num_layers", 1) * layer
+    weights += width * (len(drafter.aux_layers) * width + tables * drafter.vocab_size)
+    ranks = from_environment().world_size if loop.parallel == "fsdp" else 1
+    return (12 if config.optim.kind == "muon" else 16) * weights // ranks
+
+
+def _tokens_and_anchors(store: "Store", config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Of every sample its tokens and the anchors of its blocks at most: int [N]; no anchors where there are no
+    blocks."""
+    table, data = store.catalog.table, config.data
+    tokens = np.minimum(table.tokens, longest_sample(store, data.max_tokens))
+    # A wider choice than the stored one is known once the texts are read.
+    teaching = tokens if data.loss_on in ("assistant", "all") else np.minimum(table.supervised, tokens)
+    return tokens, np.minimum(teaching, getattr(config.loss, "num_anchors", 0))
+
+
+def _bytes_a_token(store: "Store", config: TrainConfig) -> int:
+    """`activation_bytes` with the blocks that the samples of this store have."""
+    tokens, anchors = _tokens_and_anchors(store, config)
+    return activation_bytes(config, anchors.sum(dtype=np.int64) / max(1, tokens.sum(dtype=np.int64)))
+
+
+def _within_memory(store: "Store", config: TrainConfig) -> TrainConfig:
     """The settings with smaller packs where the free memory of the device asks for them; a batch is then more packs."""
-    a_token, free = activation_bytes(config), _free_bytes(config.train.device)
-    pack = max(longest, int(MEMORY_SHARE * free) // max(1, a_token))
-    if not free or config.train.checkpoint_activations or pack >= config.data.pack_tokens:
+    a_token, room = _bytes_a_token(store, config), _room(config)
+    if room is None or config.train.checkpoint_activations:
+        return config
+    pack = max(longest_sample(store, config.data.max_tokens), int(MEMORY_SHARE * room) // a_token)
+    if pack >= config.data.pack_tokens:
         return config
     output().note(
         f"data.pack_tokens={pack} instead of {config.data.pack_tokens:,}: a token takes about {size(a_token)} of "
-        f"memory, and {size(free)} are free"
+        f"memory, and {size(room)} are free beside the drafter itself"
     )
     return config.model_copy(update={"data": config.data.model_copy(update={"pack_tokens": pack})})
 
 
-def _warn_of_longest(config: TrainConfig, longest: int) -> None:
+def _warn_of_longest(store: "Store", config: TrainConfig) -> None:
     """Say that the longest sample may end the run wherever it is drawn: no pack may be shorter."""
-    a_token, free = activation_bytes(config), _free_bytes(config.train.device)
-    needed = a_token * -(-longest // config.train.context_parallel)
-    if not free or config.train.checkpoint_activations or needed <= free:
+    room = _room(config)
+    if room is None or config.train.checkpoint_activations:
         return
-    ways = [
-        f"data.max_tokens={max(2, int(MEMORY_SHARE * free) // a_token)} cuts it",
-        "train.checkpoint_activations=true keeps less of it",
-    ]
-    if drafter_kind(config.drafter.name).splits_context(config.loss):
-        ranks = config.train.context_parallel * -(-needed // free)
+    tokens, anchors = _tokens_and_anchors(store, config)
+    longest = int(tokens.max(initial=1))
+    blocks = int(anchors[tokens == longest].max(initial=0))
+    a_token = activation_bytes(config)
+    a_block = activation_bytes(config, 1) - a_token
+    needed = a_token * -(-longest // config.train.context_parallel) + a_block * blocks
+    if needed <= room:
+        return
+    share = int(MEMORY_SHARE * room)
+    # Of so few tokens each may open a block, of more so many as the longest sample opens.
+    cut = max(2, share // (a_token + a_block), (share - a_block * blocks) // a_token)
+    ways = [f"data.max_tokens={cut} cuts it", "train.checkpoint_activations=true keeps less of it"]
+    if room and drafter_kind(config.drafter.name).splits_context(config.loss):
+        ranks = config.train.context_parallel * -(-needed // room)
         ways.append(f"train.context_parallel={ranks} shares it among as many ranks")
     output().warn(
         f"the longest sample has {longest:,} tokens, which take about {size(needed)} of memory at once, and "
-        f"{size(free)} are free: {'; '.join(ways)}"
+        f"{size(room)} are free beside the drafter itself: {'; '.join(ways)}"
     )
+
+
+def _room(config: TrainConfig) -> int | None:
+    """Free memory of the device beside the drafter; None where it is not known."""
+    free = _free_bytes(config.train.device)
+    return max(0, free - state_bytes(config)) if free else None
 
 
 def _free_bytes(device: str) -> int:
@@ -285,7 +327,7 @@ def reasons(store: "Store", config: TrainConfig) -> dict[str, str]:
     usual = max(min(data.batch_tokens, MOST_PACK_TOKENS), longest)
     pack = f"a batch, {MOST_PACK_TOKENS:,} at most"
     if data.pack_tokens < usual:
-        pack = f"as far as memory goes: about {size(activation_bytes(config))} a token"
+        pack = f"as far as memory goes: about {size(_bytes_a_token(store, config))} a token"
     elif data.pack_tokens == longest:
         pack = "the longest sample"
     every = {f"{section}.{key}" for section, values in derived(store, name, view_of(config)).items() for key in values}

@@ -1,7 +1,7 @@
 """What a collect will need, from the counts in data.json, its first tokens and the target's config; nothing is run or
 written."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,8 +96,8 @@ def make_plan(
         if not (choice.reads_final and item.final == TOPK)
         and (item.final != REBUILT or item == codecs or _can_rebuild(folder, capture))
     }
-    shared = shared_share(prepared, capture)
-    counts = _counts(info, capture, shared if CONTAINERS[container].shares_rows else 0.0)
+    shared, lengths = read_first(prepared, capture)
+    counts = _counts(info, capture, shared if CONTAINERS[container].shares_rows else 0.0, lengths)
     rows = sorted(
         (_estimate(info, counts, capture, *item, CONTAINERS[container], folder.config) for item in usable.items()),
         key=lambda row: -row.bytes_stored,
@@ -107,17 +107,18 @@ def make_plan(
     return Plan(info, choice, recipe, tuple(rows), raw, fs.free_bytes(), hours, container, shared)
 
 
-def shared_share(prepared: PreparedInput, capture: CaptureSpec) -> float:
-    """The share of the tokens in prefixes that ``zarr-shared`` stores once, of the first million of them."""
-    layout, tokens, shared = get_layout(capture.codecs.aux), 0, 0
+def read_first(prepared: PreparedInput, capture: CaptureSpec) -> tuple[float, list[int]]:
+    """Of the first million tokens: the share in prefixes that ``zarr-shared`` stores once, and the lengths of their
+    samples."""
+    layout, shared, lengths = get_layout(capture.codecs.aux), 0, list[int]()
     for unit in prepared.units(unit_tokens(capture)):
         tree = PrefixTree()
         for sample in unit.samples:
-            tokens += sample.tokens
+            lengths.append(sample.tokens)
             shared += tree.add(key_of(sample.input_ids, sample.loss_mask, sample.images, layout))[1]
-        if tokens >= _TOKENS_READ:
+        if sum(lengths) >= _TOKENS_READ:
             break
-    return shared / max(1, tokens)
+    return shared / max(1, sum(lengths)), lengths
 
 
 def _can_rebuild(folder: TargetFolder, capture: CaptureSpec) -> bool:
@@ -134,13 +135,20 @@ def _require_blocks(folder: TargetFolder, capture: CaptureSpec) -> None:
     require_blocks(folder, capture.blocks, _value_bytes(folder.config))
 
 
-def shortage(store: Store, info: PreparedData, pending: Mapping[str, int], job: str = "collect") -> str | None:
+def shortage(store: Store, prepared: PreparedInput, pending: Mapping[str, int], job: str = "collect") -> str | None:
     """A warning where the tokens of ``pending`` units take more than is free beside a local store; None if they fit."""
-    container = CONTAINERS[store.manifest.container]
-    room = room_for(_counts(info, store.capture), store.capture, container)
-    needed = room.size_bytes * sum(pending.values()) // max(1, info.tokens)
-    lacking = room_lacking(store, needed, job, "`hiddenstore plan` shows what fits")
-    return lacking and f"warning: {lacking}"
+    container, info = CONTAINERS[store.manifest.container], prepared.info
+
+    def lacking(shared: float = 0.0) -> str | None:
+        room = room_for(_counts(info, store.capture, shared), store.capture, container)
+        needed = room.size_bytes * sum(pending.values()) // max(1, info.tokens)
+        return room_lacking(store, needed, job, "`hiddenstore plan` shows what fits")
+
+    found = lacking()
+    if found and container.shares_rows:
+        # The samples are read only where what they have in common decides.
+        found = lacking(read_first(prepared, store.capture)[0])
+    return found and f"warning: {found}"
 
 
 def repetition(store: Store, digest: str, pending: Mapping[str, PendingUnit]) -> str | None:
@@ -205,9 +213,9 @@ def _estimate(
     )
 
 
-def _counts(info: PreparedData, capture: CaptureSpec, shared: float = 0.0) -> Counts:
+def _counts(info: PreparedData, capture: CaptureSpec, shared: float = 0.0, lengths: Sequence[int] = ()) -> Counts:
     rows = final_rows(info, capture.final)
-    return Counts(info.samples, info.tokens, info.supervised_tokens, rows, shared_tokens=round(shared * info.tokens))
+    return Counts(info.samples, info.tokens, info.supervised_tokens, rows, round(shared * info.tokens), lengths=lengths)
 
 
 def _value_bytes(config: Any) -> int:

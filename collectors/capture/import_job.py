@@ -199,7 +199,7 @@ class ImportJob:
             with CollectJob(store, prepared, engine, check, None, Rank(), self.drain, settings) as job:
                 if deleter is not None:
                     deleter.catch_up(prepared, job.digest)
-                elif warning := shortage(store, prepared.info, pending_tokens(store, job.digest), "import"):
+                elif warning := shortage(store, prepared, pending_tokens(store, job.digest), "import"):
                     note(warning)
                 report.add_job(job.run())
         report.rounded = engine.rounded

@@ -278,7 +278,7 @@ class CollectReport:
     """What one process did, and what the store holds of this input now.
 
     ``compared_samples`` were recomputed with Hugging Face and agreed; ``workers`` are those of a launcher, 0 without,
-    whose ``forward_s``, ``compare_s`` and ``wait_s`` add up over all of them.
+    whose ``forward_s``, ``compare_s`` and ``wait_s`` add up over all of them; ``pending_ranks``: whose units are left.
     """
 
     store: str
@@ -291,6 +291,7 @@ class CollectReport:
     rejected_tokens: int = 0
     resumed_units: int = 0
     pending_units: int = 0
+    pending_ranks: tuple[int, ...] = ()
     seconds: float = 0.0
     compared_samples: int = 0
     forward_s: float = 0.0
@@ -387,7 +388,7 @@ def open_job(options: CollectOptions, rank: Rank, drain: Drain, note: Callable[[
         with CollectJob(store, prepared, engine, check, compare, rank, drain) as job:
             if left := pending_tokens(store, job.digest):
                 require_encodes(store.capture, store.path)
-            if warning := shortage(store, prepared.info, left):
+            if warning := shortage(store, prepared, left):
                 say_once(warning)
             if rank.is_first and (warning := repetition(store, job.digest, pending_units(store, job.digest))):
                 say_once(warning)
@@ -442,9 +443,9 @@ class CollectJob:
         """Capture, check, encode and commit this rank's share; see ``collect`` for what it raises."""
         began = time.monotonic()
         pending = pending_tokens(self.store, self.digest)
-        share = RegisteredInput(self.store.fs, self.digest).units[self.rank.rank :: self.rank.world_size]
-        names = frozenset(share) & pending.keys() & self._pending.keys()
-        label = self.settings.label if self.rank.world_size == 1 else f"{self.settings.label} {self.rank}"
+        units, ranks = RegisteredInput(self.store.fs, self.digest).units, self.rank.world_size
+        names = frozenset(units[self.rank.rank :: ranks]) & pending.keys() & self._pending.keys()
+        label = self.settings.label if ranks == 1 else f"{self.settings.label} {self.rank}"
         with Progress(label, sum(pending[name] for name in names), "tokens") as progress:
             try:
                 for unit in self._units(names):
@@ -458,7 +459,9 @@ class CollectJob:
                 raise
             self.settle()
             self._show(progress)
-        self.report.pending_units = len(pending_units(self.store, self.digest))
+        left = pending_units(self.store, self.digest)
+        self.report.pending_units = len(left)
+        self.report.pending_ranks = tuple(sorted({n % ranks for n, name in enumerate(units) if name in left}))
         self.report.seconds = time.monotonic() - began
         return self.report
 

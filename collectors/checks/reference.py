@@ -12,7 +12,15 @@ from torch import Tensor
 
 from collectors.checks.capture import MIN_PROFILED_TOKENS
 from collectors.engines import CaptureEngine, CaptureRequest, raise_if_stopped
-from collectors.targets.load import EngineTarget, LoadedTarget, LoadOptions, load_weights, probe_states, verify_parts
+from collectors.targets.load import (
+    EngineTarget,
+    LoadedTarget,
+    LoadOptions,
+    empty_model,
+    load_weights,
+    probe_states,
+    verify_parts,
+)
 from hiddenstore.errors import ConfigError, Kind, StorageError
 from hiddenstore.files import layout
 from hiddenstore.fs import open_filesystem
@@ -20,6 +28,7 @@ from hiddenstore.inputs import PreparedInput
 from hiddenstore.process import Rank, free_bytes
 from hiddenstore.records import final_row_positions, is_text
 from hiddenstore.store import Store
+from hiddenstore.targets.blocks import parameters_a_token
 from hiddenstore.targets.checkpoint import weights_bytes
 from hiddenstore.targets.matmul import widen_bf16
 from hiddenstore.verify.profile import (
@@ -40,7 +49,6 @@ PROFILED_TEXT = 512
 MOST_MINUTES, WAITING_SHARE = 10.0, 0.05
 # A product of this many rows and columns reaches the rate of a forward of a few hundred tokens.
 _TIMED_ROWS, _TIMED_WIDTH = 256, 2048
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 MOST_WAITED_S, PROFILE_WAITED_S, _POLL_S = 20 * 60.0, 20.0, 0.5
 """How long other ranks wait for the first one's store, and then for its profile, which follows at once or never."""
 # The copy, its activations and the pages of the checkpoint must not push out the states being written.
@@ -118,13 +126,13 @@ def open_reference(
         return Reference(target, compares=check.mode == "hf")
     if check.mode == "none" or (check.mode == "auto" and not rank.is_first):
         return Reference(None)
+    device = "cpu" if options.device == "auto" else options.device
     if check.mode == "auto":
-        needed, free = weights_bytes(target.folder), free_bytes()
+        needed, free = _copy_bytes(target, device), free_bytes()
         if needed is None:
             return left_out("its weights have no known size")
         if needed > RAM_SHARE * free:
             return left_out(f"its weights take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory is free")
-    device = "cpu" if options.device == "auto" else options.device
     tokens = min(longest, PROFILED_TEXT) + check.samples * min(longest, check.prefix or longest)
     minutes = cpu_seconds(target, tokens) / 60 if device == "cpu" else 0.0
     if check.mode == "auto" and minutes > MOST_MINUTES:
@@ -146,16 +154,21 @@ def open_reference(
 
 def cpu_seconds(target: EngineTarget, tokens: int) -> float:
     """How long transformers takes for ``tokens`` of a target on this CPU, about: two operations a weight that a token
-    meets, at the rate of one large product in the target's dtype; 0 where the checkpoint does not say its size."""
-    size, dtype = weights_bytes(target.folder) or 0, target.head.norm_weight.dtype
-    # Of quantised weights, at least one a byte.
-    weights = size if target.folder.quantised else size / dtype.itemsize
-    config = target.config
-    experts = next((count for name in _EXPERTS if (count := getattr(config, name, None))), None)
-    chosen = getattr(config, "num_experts_per_tok", None)
-    if experts and chosen:
-        weights *= min(1.0, chosen / experts)
-    return 2 * weights * tokens / _operations_per_s(dtype)
+    meets, at the rate of one large product in the target's dtype."""
+    weights = parameters_a_token(target.config, _sizes(target))
+    return 2 * weights * tokens / _operations_per_s(target.head.norm_weight.dtype)
+
+
+def _copy_bytes(target: EngineTarget, device: str) -> int | None:
+    """What the weights of a copy take; None where the checkpoint does not say. A CPU has no kernels for most quantised
+    forms: transformers unpacks them."""
+    if target.folder.quantised and device == "cpu":
+        return target.head.norm_weight.dtype.itemsize * sum(size for _, size in _sizes(target))
+    return weights_bytes(target.folder)
+
+
+def _sizes(target: EngineTarget) -> list[tuple[str, int]]:
+    return [(name, weight.numel()) for name, weight in empty_model(target.folder).named_parameters()]
 
 
 def _operations_per_s(dtype: torch.dtype) -> float:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 SHARED = "zarr-shared"
 _SHARE_WORTH_SAYING = 0.05
+_RANKS_NAMED = 8
 
 layers_type = Name(require_layers, layer_names())
 recipe_type = Name(lambda text: text == "auto" or get_recipe(text), (*RECIPES, "auto"))
@@ -202,9 +203,10 @@ def collect(
         report = launch(launcher, CollectOptions(store=store, extra=extra, **options), drain, out.note)
     out.data(_document(report), human=lambda: out.pairs(_lines(report)))
     if report.pending_units:
-        out.note(
-            f"{plural(report.pending_units, 'unit')} still pending: other ranks' share, or run the same command again"
-        )
+        named = ", ".join(map(str, report.pending_ranks[:_RANKS_NAMED]))
+        more = ", …" if len(report.pending_ranks) > _RANKS_NAMED else ""
+        whose = f"the share of rank {named}{more}" if named else "another job's share"
+        out.note(f"{plural(report.pending_units, 'unit')} still pending: {whose}, or run the same command again")
     out.hint("hiddenstore", "verify", store, "--meaning")
 
 

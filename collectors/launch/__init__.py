@@ -7,13 +7,14 @@ from collectors.capture.job import CollectReport, collect
 from collectors.capture.options import CollectOptions
 from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.process import Drain, from_environment
+from hiddenstore.threads import local_ranks
 
 LAUNCHERS = ("local", "ray")
 
 
 def launch(launcher: str, options: CollectOptions, drain: Drain, note: Callable[[str], None]) -> CollectReport:
     """Run the job under a launcher, ``local``, ``ray``, or ``ray:WORKERS``; without a number as many as fit. Raises
-    ConfigError: ``option-invalid``, ``not-installed``; and whatever ``collect`` raises."""
+    ConfigError: ``option-invalid``, ``launcher-resources``, ``not-installed``; and whatever ``collect`` raises."""
     name, colon, count = launcher.partition(":")
     if name not in LAUNCHERS or (colon and not re.fullmatch("ray:[1-9][0-9]*", launcher)):
         raise ConfigError(
@@ -21,6 +22,7 @@ def launch(launcher: str, options: CollectOptions, drain: Drain, note: Callable[
             kind=Kind.OPTION_INVALID,
             hint="--launcher ray:4; or torchrun --nproc-per-node 4 -m hiddenstore.cli collect …",
         )
+    _refuse_spreading(name, options)
     if name == "local":
         return collect(options, from_environment(), drain, note)
     try:
@@ -31,3 +33,20 @@ def launch(launcher: str, options: CollectOptions, drain: Drain, note: Callable[
         hint = "pip install 'hiddenstore[ray]'"
         raise ConfigError("ray is not installed here", kind=Kind.NOT_INSTALLED, hint=hint) from error
     return on_ray(options, int(count) if colon else None, drain, note)
+
+
+def _refuse_spreading(launcher: str, options: CollectOptions) -> None:
+    """Refuse engine hf's ``device_map`` for several workers of a machine: of those that see all of its GPUs each would
+    take all, and Ray shows a worker one."""
+    ranks = local_ranks()
+    if options.engine != "hf" or "device_map" not in options.extra or (launcher == "local" and ranks == 1):
+        return
+    why = (
+        "Ray gives each worker one GPU" if launcher == "ray" else f"all {ranks} ranks of this machine would share them"
+    )
+    raise ConfigError(
+        f"--device-map {options.extra['device_map']} spreads a target over every GPU that a worker sees, and {why}",
+        kind=Kind.LAUNCHER_RESOURCES,
+        hint="for each group of GPUs a worker by itself: CUDA_VISIBLE_DEVICES=0,1,2,3 RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 "
+        "hiddenstore collect …; or --engine vllm --tensor-parallel 4",
+    )

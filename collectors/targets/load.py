@@ -174,7 +174,7 @@ def read_head(folder: TargetFolder, dtype: torch.dtype | None = None) -> HeadBun
     names. The family's row says where they are; a model of empty (``meta``) tensors says how the norm computes, whether
     the head is tied and what shapes to expect. Raises ConfigError: ``target-incomplete``, ``family-unsupported``,
     ``target-unreadable``."""
-    expected = find_parts(_empty_model(folder), folder.config).head
+    expected = find_parts(empty_model(folder), folder.config).head
     config_dtype = getattr(folder.config, "dtype", None) or getattr(folder.config, "torch_dtype", None)
     dtype = dtype or (config_dtype if isinstance(config_dtype, torch.dtype) else None)
     files = file_of_tensor(folder)
@@ -185,7 +185,8 @@ def read_head(folder: TargetFolder, dtype: torch.dtype | None = None) -> HeadBun
     return replace(expected, **weights)
 
 
-def _empty_model(folder: TargetFolder) -> Any:
+def empty_model(folder: TargetFolder) -> Any:
+    """The ``…ForCausalLM`` of a target in shapes alone (``meta``). Raises ConfigError: ``target-unreadable``."""
     try:
         with torch.device("meta"):
             return model_class(folder).from_config(folder.whole, trust_remote_code=folder.trust_remote_code)

@@ -52,7 +52,8 @@ _yes = click.option("-y", "--yes", is_flag=True, help="Do it; without this the p
 @click.option(
     "--share",
     type=FiniteRange(0, 1),
-    help="Share of the samples --meaning reads; by default as many as a fifth of the capture's cost pays for.",
+    help="Share of the samples --meaning reads; by default as many as a fifth of the capture's cost pays for, at most "
+    "8 GB, or 100 samples where these are more.",
 )
 @common_options
 def verify(store: str, full: bool, meaning: bool, stock: bool, share: float | None) -> None:

@@ -112,12 +112,20 @@ class Progress:
         of_total = f"/{self.total}" if self.total is not None else ""
         words = [time.strftime("%H:%M:%S"), self.label, f"{self.unit or 'done'}={self.done}{of_total}"]
         if self.rate > 0:
-            words.append(f"rate={self.rate:.3g}/s")
+            words.append(f"rate={self._rate_word}/s")
         if self.eta_s:
             words.append(f"eta={seconds(self.eta_s).replace(' ', '')}")
         words += [f"{key}={_compact(value)}" for key, value in self._fields.items()]
         sys.stderr.write(clean_line(" ".join(words)) + "\n")
         sys.stderr.flush()
+
+    @property
+    def _rate_word(self) -> str:
+        if self.unit == "bytes":
+            return size(self.rate).replace(" ", "")
+        if self.rate < 999.5:
+            return f"{self.rate:.3g}"
+        return amount(round(self.rate)).replace(" ", "").replace(",", "")
 
     def _redraw(self) -> None:
         assert self._live is not None

@@ -38,13 +38,17 @@ if TYPE_CHECKING:
 WORTH_AN_INDEX = 64
 """Up to so many records are read in the time that opening an index takes."""
 BATCH = 512
-KEPT_SAMPLES = 65_536
-"""Records stay in memory while they hold no more samples than this in all."""
+KEPT_ENTRIES = 65_536
+"""Records stay in memory while they name no more samples and files than this in all, of a kB each at most."""
 LOOKUPS = 16
 """So many samples are looked up one by one before all columns are read."""
 FACTS = ("samples", "tokens", "supervised", "bytes_stored", "rejects")
 
 Visit = Callable[[Listed], None]
+
+
+def _entries(commit: Commit) -> int:
+    return len(commit.record.samples) + len(commit.record.files)
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,12 @@ class Catalog(Sequence[Commit]):
     def __post_init__(self) -> None:
         self._lock = Lock()
         self._kept: OrderedDict[int, Commit] = OrderedDict()
-        self._kept_samples = self._lookups = 0
+        self._kept_entries = self._lookups = 0
         self._table: SampleTable | None = None
         self._dropped: SampleTable | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        own = ("_lock", "_kept", "_kept_samples", "_lookups")
+        own = ("_lock", "_kept", "_kept_entries", "_lookups")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -143,10 +147,10 @@ class Catalog(Sequence[Commit]):
         with self._lock:
             if number not in self._kept:
                 self._kept[number] = commit
-                self._kept_samples += len(commit.record.samples)
-            while self._kept_samples > KEPT_SAMPLES and len(self._kept) > 1:
+                self._kept_entries += _entries(commit)
+            while self._kept_entries > KEPT_ENTRIES and len(self._kept) > 1:
                 _, oldest = self._kept.popitem(last=False)
-                self._kept_samples -= len(oldest.record.samples)
+                self._kept_entries -= _entries(oldest)
 
     @property
     def index_files(self) -> list[IndexFile]:

@@ -5,11 +5,13 @@ Shapes: L stored layers, D target width.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from hiddenstore.codecs import get_layout
 from hiddenstore.codecs.base import RAW_ROWS, mean_row_bits
 from hiddenstore.console.text import count, size
+from hiddenstore.inputs import count_units
 from hiddenstore.segments.base import Container, unit_tokens
 from hiddenstore.store import Store
 from schemas.capture import CaptureSpec
@@ -28,13 +30,15 @@ LENGTHS = ((10_000, 1.12, ""), (30_000, 1.25, ""), (100_000, 1.34, ""), (300_000
 @dataclass(frozen=True)
 class Counts:
     """What segments hold: samples, their tokens and supervised tokens, and rows of the final hidden. Of
-    ``shared_tokens`` the aux layers stand in another sample."""
+    ``shared_tokens`` the aux layers stand in another sample; ``lengths``: tokens of the first samples, where known, for
+    a unit ends with a sample and so seldom full."""
 
     samples: int
     tokens: int
     supervised_tokens: int
     final_rows: int
     shared_tokens: int = 0
+    lengths: Sequence[int] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,9 @@ def room_for(counts: Counts, capture: CaptureSpec, container: Container) -> Room
     if RAW_ROWS in aux.small:
         # The first token of a sample is where a model lets attention rest, and its states stand far out of the others.
         bits += counts.samples * layers * 16 * width
-    segments = max(1, math.ceil(counts.tokens / unit_tokens(capture)))
+    budget, read = unit_tokens(capture), sum(counts.lengths)
+    units = counts.tokens * count_units(counts.lengths, budget) / read if read else counts.tokens / budget
+    segments = max(1, math.ceil(units))
     extra = container.overhead(capture, counts.samples, segments)
     values = int(bits / 8) + counts.tokens * _BYTES_OF_TOKEN + counts.final_rows * _BYTES_OF_ROW
     return Room(values + extra.size_bytes, segments, extra.files)

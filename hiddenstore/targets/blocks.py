@@ -96,8 +96,14 @@ def block_parameters(config: Any, layers: Sequence[int], *, a_token: bool = Fals
     blocks = _empty(config)[1]
     _require_only_weights(config, blocks, layers)
     sizes = [(name, x.numel()) for layer in layers for name, x in blocks[layer].state_dict().items()]
+    return parameters_a_token(config, sizes) if a_token else sum(size for _, size in sizes)
+
+
+def parameters_a_token(config: Any, sizes: Sequence[tuple[str, int]]) -> int:
+    """Of parameters by name, those that are multiplied for a token, which takes a few of the experts it is routed to;
+    ``config`` is the text config."""
     routed = sum(size for name, size in sizes if "experts" in name.split("."))
-    return sum(size for _, size in sizes) - (round(routed * (1 - _expert_share(config))) if a_token else 0)
+    return sum(size for _, size in sizes) - round(routed * (1 - _expert_share(config)))
 
 
 def _expert_share(config: Any) -> float:

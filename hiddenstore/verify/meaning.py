@@ -61,6 +61,9 @@ from schemas.layers import field_name
 SHARE_OF_CAPTURE = 0.2
 ALWAYS_AFFORDABLE = 10**12
 """Operations that cost less than the start of the command: some two CPU seconds."""
+MOST_READ_BYTES, FEWEST_SAMPLES = 8 * 10**9, 100
+"""Of a large target looking costs little beside the capture, but its store is terabytes. The tests over all samples
+have their power from hundreds of rows, which these have."""
 # On SmolLM2-135M a sample cost 0.29 CPU seconds to look at and 0.18 to capture: fp32 products of the head and a softmax
 # over the vocabulary stand beside bf16 products of the blocks.
 HEAD_COST = 8
@@ -303,14 +306,16 @@ def _rows_from(sample: Sample, states: Tensor, positions: np.ndarray, lead: int)
 
 def affordable_share(store: Store) -> float:
     """The share of the samples that is looked at unless another is named: as many as ``SHARE_OF_CAPTURE`` of the
-    capture's arithmetic pays for, and what is ``ALWAYS_AFFORDABLE``. A function of shapes and lengths alone, so that
-    the same samples are looked at on every machine."""
+    capture's arithmetic pays for, and what is ``ALWAYS_AFFORDABLE``, but no more than ``MOST_READ_BYTES`` hold or
+    ``FEWEST_SAMPLES``. A function of shapes, lengths and sizes alone, so that the same samples are looked at on every
+    machine."""
     target, samples = store.capture.target, max(1, len(store))
     tokens = store.totals["tokens"] / samples
     capture = tokens * 24 * target.num_layers * target.hidden_size**2
     rows = min(tokens, LOGIT_ROWS)
     look = rows * target.vocab_size * (2 * target.hidden_size + SOFTMAX_COST) * HEAD_COST
-    return min(1.0, max(ALWAYS_AFFORDABLE / samples, SHARE_OF_CAPTURE * capture) / max(1.0, look))
+    read = max(FEWEST_SAMPLES / samples, MOST_READ_BYTES / max(1, store.totals["bytes_stored"]))
+    return min(1.0, read, max(ALWAYS_AFFORDABLE / samples, SHARE_OF_CAPTURE * capture) / max(1.0, look))
 
 
 def check_meaning(store: Store, report: Report, share: float | None, begin: Begin) -> None:

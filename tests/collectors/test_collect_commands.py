@@ -70,6 +70,22 @@ def test_a_wrong_rank_environment_is_refused(
     assert not (tmp_path / "store").exists()
 
 
+def test_a_rank_that_is_done_names_the_ranks_whose_share_is_not(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hiddenstore.inputs.UNIT_TOKENS", 60)
+    data, store = str(data_for_tiny(tmp_path / "many", samples=24)), str(tmp_path / "store")
+    said = []
+    for rank in (0, 2, 1):
+        for name, value in {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
+            monkeypatch.setenv(name, value)
+        assert call("collect", data, "-o", store, "--target", target, "--check", "none") == 0
+        said.append(capsys.readouterr().err)
+    assert "still pending: the share of rank 1, 2, or run the same command again" in said[0]
+    assert "the share of rank 1, or run" in said[1]
+    assert "pending" not in said[2]
+
+
 def test_the_time_at_the_end_says_what_comparing_took(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, data: str, target: str
 ) -> None:
@@ -120,6 +136,22 @@ def test_plan_estimates_what_collect_then_writes(
         assert row["bytes_stored"] == pytest.approx(done["bytes_stored"], rel=0.08)
         files = sum(path.is_file() for path in (store / "segments").rglob("*"))
         assert row["files"] == pytest.approx(files, rel=0.2)
+
+
+@pytest.mark.parametrize("budget", [50, 70, 100])
+def test_plan_counts_units_that_end_before_the_sample_that_would_not_fit(
+    budget: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: str
+) -> None:
+    data = str(data_for_tiny(tmp_path / "many", samples=100))
+    monkeypatch.setattr("hiddenstore.inputs.UNIT_TOKENS", budget)
+    store = tmp_path / "store"
+    done = call_json(capsys, "collect", data, "-o", str(store), "--target", target, "--recipe", "safe")
+    for read, error in ((1 << 20, 0), (1000, 0.1)):
+        monkeypatch.setattr("collectors.capture.estimate._TOKENS_READ", read)
+        plan = call_json(capsys, "plan", data, "--target", target)
+        (row,) = (row for row in plan["recipes"] if row["recipe"] == "safe")
+        assert row["segments"] == pytest.approx(done["units"], rel=error)
+    assert done["units"] > 1.1 * plan["tokens"] / budget
 
 
 def test_plan_writes_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path, data: str, target: str) -> None:

@@ -160,6 +160,26 @@ def test_plan_counts_what_stands_once(once: Collected, options: CollectOptions) 
     assert (code, "--container zarr-shared keeps their states once" in " ".join(said.split())) == (0, True)
 
 
+def test_collect_warns_of_a_full_disk_by_what_stands_once(
+    tmp_path: Path, options: CollectOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def warned(container: str, free: int) -> bool:
+        monkeypatch.setattr("hiddenstore.fs.local.LocalFilesystem.free_bytes", lambda _fs: free)
+        said.clear()
+        place = tmp_path / f"{container}-{free}"
+        collect(replace(options, store=place, recipe="compact", container=container), note=said.append)
+        return any("what is left takes about" in line for line in said)
+
+    words = ("plan", options.data, "--target", options.target, "--layers", options.layers, "--recipe", "compact")
+    plans = (command(*words, "--container", container) for container in ("zarr", "zarr-shared"))
+    own, shared = (next(r["bytes_stored"] for r in plan["recipes"] if r["recipe"] == "compact") for plan in plans)
+    between = (own + shared) // 2
+    assert (warned("zarr", between), warned("zarr-shared", between)) == (True, False)
+    assert warned("zarr-shared", shared - 1)
+
+
 @pytest.mark.parametrize("recipe", ["compact", "aux=q4q3,final=q8"])
 def test_checks_copies_and_stock_readers_take_it(tmp_path: Path, once: Collected, recipe: str) -> None:
     store = once(recipe)

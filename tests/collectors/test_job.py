@@ -153,6 +153,7 @@ def test_each_rank_does_its_own_units(options: CollectOptions) -> None:
     assert second.units > 0
     assert first.pending_units == second.units
     assert second.pending_units == 0
+    assert (first.pending_ranks, second.pending_ranks) == ((1,), ())
     assert first.samples + second.samples == 12
 
 

@@ -10,7 +10,7 @@ import pytest
 from collectors.capture.job import CollectOptions
 from collectors.launch import launch
 from hiddenstore.errors import ConfigError, CorruptionError, FormatError, HiddenstoreError, Kind
-from hiddenstore.process import Drain
+from hiddenstore.process import Drain, Rank
 
 OPTIONS = CollectOptions("data", "store", "target")
 
@@ -41,6 +41,26 @@ def test_a_launcher_that_cannot_be_is_refused(launcher: str, kind: str) -> None:
     with pytest.raises(ConfigError, match="should be local, ray or ray:WORKERS") as caught:
         launch(launcher, OPTIONS, Drain(), lambda _text: None)
     assert caught.value.kind == kind
+
+
+@pytest.mark.parametrize(("launcher", "ranks"), [("local", "2"), ("ray", "1"), ("ray:4", "1")])
+def test_workers_that_would_each_spread_over_the_same_gpus_or_over_one_are_refused(
+    launcher: str, ranks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    with pytest.raises(ConfigError, match="--device-map auto spreads a target over every GPU") as caught:
+        launch(launcher, replace(OPTIONS, extra={"device_map": "auto"}), Drain(), lambda _text: None)
+    assert caught.value.kind == "launcher-resources"
+    assert "CUDA_VISIBLE_DEVICES" in str(caught.value.hint)
+
+
+def test_a_worker_alone_on_its_machine_spreads_over_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr("collectors.launch.collect", lambda *words: started.append(words))
+    for name, value in {"LOCAL_WORLD_SIZE": "1", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    launch("local", replace(OPTIONS, extra={"device_map": "auto"}), Drain(), lambda _text: None)
+    assert started[0][1] == Rank(1, 2, 0)
 
 
 GPU_NODES = [{"CPU": 32.0, "GPU": 8.0}, {"CPU": 32.0, "GPU": 6.0}, {"CPU": 8.0}]

@@ -14,7 +14,7 @@ from chat_double import chat_double
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "scale-out.md").read_text(encoding="utf-8")
 PROGRAMS = {
-    "srun": 'for i in 0 1; do SLURM_PROCID=$i SLURM_NTASKS=2 "$@" || exit 1; done',
+    "srun": 'for i in 0 1; do SLURM_STEP_ID=0 SLURM_PROCID=$i SLURM_NTASKS=2 "$@" || exit 1; done',
     "vllm": "trap 'kill $!; echo $$ >> stopped; exit' TERM; echo $$ >> started; sleep 600 & wait",
     "hiddenstore": f'exec {sys.executable} -m hiddenstore.cli "$@"',
 }

@@ -200,8 +200,9 @@ def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return nibbles, (exponents + 127).to(torch.uint8), restored.to(torch.bfloat16)
 
 
-@needs_transformers_5
-def test_the_experts_of_gpt_oss_in_mxfp4_are_loaded_as_the_checkpoint_says(tmp_path: Path) -> None:
+@pytest.fixture
+def in_mxfp4(tmp_path: Path) -> tuple[Path, Path]:
+    """A gpt-oss with its experts in mxfp4, and one with what they stand for in bf16."""
     folder, plain = (save_target(tmp_path / name, "gpt-oss", dtype=torch.bfloat16) for name in ("fp4", "plain"))
     weights, packed = load_file(plain / "model.safetensors"), {}
     for name, tensor in list(weights.items()):
@@ -216,6 +217,12 @@ def test_the_experts_of_gpt_oss_in_mxfp4_are_loaded_as_the_checkpoint_says(tmp_p
     kept = [f"model.{name}" for name in ("layers.*.self_attn", "layers.*.mlp.router", "embed_tokens")]
     quantisation = {"quant_method": "mxfp4", "modules_to_not_convert": [*kept, "lm_head"]}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantisation}))
+    return folder, plain
+
+
+@needs_transformers_5
+def test_the_experts_of_gpt_oss_in_mxfp4_are_loaded_as_the_checkpoint_says(in_mxfp4: tuple[Path, Path]) -> None:
+    folder, plain = in_mxfp4
     on_cpu = LoadOptions(device="cpu")
     assert torch.equal(states(folder, on_cpu), states(plain, on_cpu))
     assert engine_target(folder).identity.checkpoint_sha256 != engine_target(plain).identity.checkpoint_sha256
@@ -367,10 +374,33 @@ def test_comparing_is_timed_by_products_as_the_copy_computes_them(
     assert set(widened) == {torch.bfloat16}
 
 
-def test_a_mixture_of_experts_is_timed_by_the_experts_that_a_token_meets(tmp_path: Path) -> None:
-    dense, mixed = (engine_target(save_target(tmp_path / name, name)) for name in ("llama", "qwen3-moe"))
-    per_byte = [cpu_seconds(one, 10_000) / (weights_bytes(one.folder) or 1) for one in (dense, mixed)]
-    assert per_byte[1] < per_byte[0]
+@needs_transformers_5
+def test_a_copy_unpacked_on_the_cpu_counts_as_large_as_it_gets(
+    in_mxfp4: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, plain = map(engine_target, in_mxfp4)
+    found = open_reference(Check("auto"), packed, LoadOptions(), Rank()).target
+    assert found is not None
+    held = sum(weight.nbytes for weight in found.model.parameters())
+    assert held > 1.5 * (weights_bytes(packed.folder) or 0)
+    for free, is_loaded in ((2 * held, True), (2 * held - 2, False)):
+        monkeypatch.setattr("collectors.checks.reference.free_bytes", lambda free=free: free)
+        assert (open_reference(Check("auto"), packed, LoadOptions(), Rank()).target is not None) == is_loaded
+    monkeypatch.setattr(reference, "_operations_per_s", lambda _dtype: 1e9)
+    assert cpu_seconds(packed, 1000) == cpu_seconds(plain, 1000)
+
+
+def test_a_mixture_of_experts_is_timed_by_the_weights_that_a_token_meets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of four experts; attention, router, shared expert, embeddings and head are everybody's."""
+    monkeypatch.setattr(reference, "_operations_per_s", lambda _dtype: 2e9)
+    mixed = engine_target(save_target(tmp_path, "qwen2-moe"))
+    weights = load_file(tmp_path / "model.safetensors")
+    routed = sum(weight.numel() for name, weight in weights.items() if ".experts." in name)
+    every = sum(weight.numel() for weight in weights.values())
+    assert routed > 0
+    assert cpu_seconds(mixed, 10**9) == every - routed / 2
 
 
 def test_a_copy_that_cannot_be_loaded_is_no_reason_to_stop_unless_it_was_asked_for(

@@ -75,7 +75,7 @@ def test_neither_a_copy_nor_a_log_keeps_the_records_that_they_go_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make_store(tmp_path, samples=40).path
-    monkeypatch.setattr(catalog, "KEPT_SAMPLES", 1)
+    monkeypatch.setattr(catalog, "KEPT_ENTRIES", 1)
     monkeypatch.setattr(catalog, "BATCH", 1)
 
     def most_records(work: Callable[[], Iterable[Any]]) -> int:

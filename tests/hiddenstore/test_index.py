@@ -130,6 +130,18 @@ def test_a_newer_revision_counts_where_the_index_knows_the_older_one() -> None:
     assert Store.open(store.fs).commits()[0].samples == record.samples[:1]
 
 
+def test_records_of_few_samples_in_many_files_are_kept_no_longer_than_their_files_allow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(catalog, "KEPT_ENTRIES", 100)
+    store = make_store(FaultFilesystem(), samples=SAMPLES, container="zarr")
+    for name in store.sample_ids:
+        store.locate(name)
+    kept = [commit.record for commit in store.catalog._kept.values()]
+    assert 0 < sum(len(record.samples) for record in kept) < SAMPLES
+    assert sum(len(record.files) + len(record.samples) for record in kept) <= 100
+
+
 def test_a_vanished_record_is_an_error_gives_no_samples_and_is_captured_again_under_another_name() -> None:
     store = indexed_store()
     record, before = store.commits()[1], contents(store)

@@ -60,6 +60,26 @@ def test_the_last_line_of_a_log_is_said_once_and_without_time_left(clock: list[f
     assert last.endswith("train steps=2/2 rate=0.025/s loss=0.5")
 
 
+@pytest.mark.parametrize(
+    ("unit", "done", "shown"),
+    [
+        ("tokens", 612_000, "61.2k/s"),
+        ("tokens", 62_136, "6214/s"),
+        ("tokens", 9_997, "1000/s"),
+        ("tokens", 25_040_000, "2.5M/s"),
+        ("bytes", 1_230_000_000, "123MB/s"),
+        ("bytes", 4_000, "400B/s"),
+    ],
+)
+def test_a_rate_reads_as_a_number_with_its_unit(clock: list[float], unit: str, done: int, shown: str) -> None:
+    def body() -> None:
+        with Progress("push", total=10**12, unit=unit) as progress:
+            clock[0] += 10
+            progress.advance(done)
+
+    assert f" rate={shown} " in run(body).stderr
+
+
 def test_no_rate_is_shown_before_anything_is_done(clock: list[float]) -> None:
     def body() -> None:
         with Progress("collect", total=100, unit="samples") as progress:

@@ -19,7 +19,24 @@ def test_without_a_launcher_this_is_rank_0_of_1() -> None:
 
 def test_torchrun_and_slurm_variables_are_read() -> None:
     assert from_environment({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == Rank(3, 8, 1)
-    assert from_environment({"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "0"}) == Rank(5, 6, 0)
+    step = {"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"}
+    assert from_environment(step) == Rank(5, 6, 0)
+
+
+# As SLURM's env.c sets them: a batch script has no step id, the shell of salloc one that is no step's.
+OUTSIDE = [{}, {"SLURM_STEP_ID": ""}, {"SLURM_STEP_ID": "4294967290"}, {"SLURM_STEP_ID": "4294967291"}]
+
+
+@pytest.mark.parametrize("step", OUTSIDE)
+def test_a_batch_script_of_several_tasks_is_none_of_them(step: dict[str, str]) -> None:
+    script = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", **step}
+    for environment in (script, script | {"SLURM_NTASKS": "1"}):
+        assert from_environment(environment) == Rank(0, 1, 0)
+    for environment in (script, step):
+        with pytest.raises(ConfigError, match=r"SLURM_NTASKS=8, but .* no srun started it") as caught:
+            from_environment(environment | {"SLURM_NTASKS": "8"})
+        assert caught.value.kind == "rank-invalid"
+        assert "srun hiddenstore" in str(caught.value.hint)
 
 
 def test_torchrun_inside_a_slurm_job_decides() -> None:
@@ -37,7 +54,7 @@ def test_an_array_alone_says_nothing_about_ranks_for_it_may_be_a_sweep() -> None
         ({"RANK": "0"}, "WORLD_SIZE, LOCAL_RANK"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": ""}, "LOCAL_RANK"),
-        ({"SLURM_NTASKS": "8"}, "SLURM_PROCID, SLURM_LOCALID"),
+        ({"SLURM_NTASKS": "8", "SLURM_STEP_ID": "3"}, "SLURM_PROCID, SLURM_LOCALID"),
     ],
 )
 def test_a_partial_set_is_an_error_that_names_what_is_missing(environment: dict[str, str], missing: str) -> None:

@@ -518,6 +518,18 @@ def test_unless_told_it_looks_at_what_a_fifth_of_the_capture_pays_for(
     assert report.sample_share == report.samples_checked / B
 
 
+@pytest.mark.parametrize(("most", "fewest", "share"), [(0.25, 3, 0.25), (0.1, 3, 3 / B), (2.0, 3, 1.0)])
+def test_unless_told_it_reads_no_more_bytes_of_a_large_store_than_a_person_waits_for(
+    tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch, most: float, fewest: int, share: float
+) -> None:
+    store = store_of(tmp_path, target, healthy(target), profile=profile_of(target))
+    stored = sum(file.size for record in store.commits() for file in record.files)
+    monkeypatch.setattr(meaning, "MOST_READ_BYTES", most * stored)
+    monkeypatch.setattr(meaning, "FEWEST_SAMPLES", fewest)
+    assert affordable_share(store) == pytest.approx(share)
+    assert verify(store.path, "meaning", sample_share=1.0).samples_checked == B
+
+
 def test_what_too_few_samples_left_undecided_names_the_share_and_the_option_that_looks_at_all(
     tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

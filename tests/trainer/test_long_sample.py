@@ -19,7 +19,7 @@ from tests.trainer.runs import ON_CPU, WORDS, store_of, tiny_store
 from tests.trainer.two_ranks import free_ports
 from trainer import settings
 from trainer.parallel.group import ProcessGroup, process_group
-from trainer.settings import activation_bytes, load_config
+from trainer.settings import activation_bytes, load_config, state_bytes
 from trainer.train import loop, step
 from trainer.train.loop import walk_largest
 from trainer.train.run_folder import TrainOptions
@@ -96,9 +96,10 @@ def test_a_sample_that_memory_may_not_hold_is_said_before_the_first_step_with_wh
     warned: list[str] = []
     monkeypatch.setattr(settings, "output", lambda: SimpleNamespace(warn=warned.append, note=lambda text: None))
     monkeypatch.setattr(settings, "free_bytes", lambda: 1 << 50)
-    a_token = activation_bytes(load_config(store))
+    usual = load_config(store)
+    a_token, own = activation_bytes(usual), state_bytes(usual)
     assert warned == []
-    monkeypatch.setattr(settings, "free_bytes", lambda: a_token * LONG // 2)
+    monkeypatch.setattr(settings, "free_bytes", lambda: own + a_token * LONG // 2)
     cpu, pack = "train.device=cpu", "data.pack_tokens=3000"
     for words in (
         [],
@@ -115,6 +116,21 @@ def test_a_sample_that_memory_may_not_hold_is_said_before_the_first_step_with_wh
     load_config(store, "dflash", words=[cpu, "drafter.mask_token_id=0"])
     assert "longest sample" in warned[1]
     assert "context_parallel" not in warned[1]
+
+
+def test_a_long_sample_is_cut_to_what_its_blocks_leave_room_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(settings, "output", lambda: SimpleNamespace(warn=warned.append, note=lambda text: None))
+    words = ["train.device=cpu", "drafter.mask_token_id=0", "loss.num_anchors=100"]
+    monkeypatch.setattr(settings, "free_bytes", lambda: 1 << 50)
+    usual = load_config(store, "dflash", words=words)
+    context, block = activation_bytes(usual), activation_bytes(usual, 1) - activation_bytes(usual)
+    for tokens, blocks in ((400, 100), (60, 60)):
+        room = 2 * (context * tokens + block * blocks)
+        assert room < context * LONG + block * 100
+        monkeypatch.setattr(settings, "free_bytes", lambda room=room: state_bytes(usual) + room)
+        load_config(store, "dflash", words=words)
+        assert f"data.max_tokens={tokens} cuts it" in warned[-1]
 
 
 def state_of(store: Store, run: Path, words: list[str], group: ProcessGroup) -> TrainState:

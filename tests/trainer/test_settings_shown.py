@@ -14,12 +14,12 @@ from hiddenstore.store import Store
 from tests.trainer.runs import WORDS, tiny_store
 from trainer import settings as module
 from trainer.parallel.group import ProcessGroup
-from trainer.settings import activation_bytes, config_class, load_config, longest_sample
+from trainer.settings import activation_bytes, config_class, load_config, longest_sample, state_bytes
 from trainer.train import loop
 from trainer.train.loop import Forecast, forecast, forecast_text, seconds_per_step, train
 from trainer.train.run_folder import TrainOptions
 from trainer.train.state import TrainState, build_state
-from trainer.train.step import steps
+from trainer.train.step import inputs_of, steps
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_packs_are_lowered_to_the_free_memory_but_never_below_the_longest_sample
     for free, expected in (
         (0, usual.data.pack_tokens),
         (1, longest_sample(store)),
-        (2 * activation_bytes(usual) * (longest_sample(store) + 7), longest_sample(store) + 7),
+        (state_bytes(usual) + 2 * activation_bytes(usual) * (longest_sample(store) + 7), longest_sample(store) + 7),
     ):
         monkeypatch.setattr(module, "free_bytes", lambda free=free: free)
         found = load_config(store, words=["train.device=cpu"]).data
@@ -163,9 +163,72 @@ def test_packs_are_lowered_to_the_free_memory_but_never_below_the_longest_sample
 
 def test_ranks_of_one_machine_share_its_free_memory(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = longest_sample(store) + 20
-    free = 2 * activation_bytes(load_config(store)) * alone
-    monkeypatch.setattr(module, "free_bytes", lambda: free)
+    usual = load_config(store)
+    own, room = state_bytes(usual), 2 * activation_bytes(usual) * alone
+    monkeypatch.setattr(module, "free_bytes", lambda: own + room)
     assert load_config(store, words=["train.device=cpu"]).data.pack_tokens == alone
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    # Each has a drafter of its own beside its half of the rest.
+    monkeypatch.setattr(module, "free_bytes", lambda: 2 * own + room)
     shared = max(alone // 2, longest_sample(store))
     assert load_config(store, words=["train.device=cpu"]).data.pack_tokens == shared < alone
+
+
+SMALL = ["train.device=cpu", *(word for word in WORDS[2:] if not word.startswith(("drafter.vocab_size", "loss.steps")))]
+BLOCKS = [*SMALL, "drafter.mask_token_id=0"]
+
+
+def block_state(store: Store, run: Path, drafter: str, words: list[str]) -> TrainState:
+    options = TrainOptions(store.path, run, drafter, None, tuple(words))
+    return build_state(options, ProcessGroup(Rank()), FolderLock(run))
+
+
+@pytest.mark.parametrize("num_anchors", [4, 512])
+def test_memory_counts_the_blocks_that_every_sample_of_a_pack_opens(
+    store: Store, tmp_path: Path, num_anchors: int
+) -> None:
+    words = [*BLOCKS, f"loss.num_anchors={num_anchors}", "data.batch_tokens=400", "data.pack_tokens=400"]
+    state = block_state(store, tmp_path / "run", "dflash", words)
+    packs = next(iter(state.batches)).packs
+    opened = sum(len(inputs.block_map.anchors) for inputs in inputs_of(state, packs))
+    true = activation_bytes(state.config, opened / sum(pack.tokens for pack in packs))
+    # No block opens at the last token of a sample; the samples of a pack are not those of the store.
+    assert module._bytes_a_token(store, state.config) == pytest.approx(true, rel=0.2)
+    assert true > 2 * activation_bytes(state.config)
+
+
+def test_a_derived_pack_of_blocks_takes_half_of_the_free_memory_whatever_its_length(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*BLOCKS, "drafter.block_size=16"]
+    monkeypatch.setattr(module, "free_bytes", lambda: 1 << 50)
+    usual = load_config(store, "dflash", words=words)
+    a_token, own = module._bytes_a_token(store, usual), state_bytes(usual)
+    for tokens in (50, 100, 200):
+        monkeypatch.setattr(module, "free_bytes", lambda tokens=tokens: own + 2 * a_token * tokens)
+        assert load_config(store, "dflash", words=words).data.pack_tokens == tokens
+    # Where nobody may tell yet what teaches, every token may.
+    monkeypatch.setattr(module, "free_bytes", lambda: own + 2 * a_token * 200)
+    every = load_config(store, "dflash", words=[*words, "data.loss_on=all"])
+    assert longest_sample(store) < every.data.pack_tokens < 200
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "dflash", "peagle", "medusa"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_drafter_s_own_memory_is_that_of_its_weights_gradients_and_moments(
+    store: Store, tmp_path: Path, drafter: str, optimizer: str
+) -> None:
+    words = SMALL if drafter in ("eagle3", "medusa") else BLOCKS
+    state = block_state(store, tmp_path / "run", drafter, [*words, f"optim.kind={optimizer}"])
+    true = 8 * sum(p.numel() for p in state.model.parameters()) + loop._moment_bytes(state)
+    assert state_bytes(state.config) == pytest.approx(true, rel=0.3)
+
+
+def test_ranks_that_share_the_parameters_have_a_part_of_them_each(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = state_bytes(load_config(store, words=["train.parallel=fsdp"]))
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    assert state_bytes(load_config(store, words=["train.parallel=fsdp"])) == whole // 4
+    assert state_bytes(load_config(store)) == whole

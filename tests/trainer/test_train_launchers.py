@@ -27,7 +27,7 @@ NO_INTERVALS = ["train.validate_every=0", "train.checkpoint_every=0"]
 # Two tasks of one node, whose worst status is the step's.
 SRUN = """
 for i in 0 1; do
-    SLURM_PROCID=$i SLURM_NTASKS=2 SLURM_LOCALID=$i "$@" & echo $! >> tasks
+    SLURM_STEP_ID=0 SLURM_PROCID=$i SLURM_NTASKS=2 SLURM_LOCALID=$i "$@" & echo $! >> tasks
 done
 worst=0
 for task in $(jobs -p); do wait $task; status=$?; [ $status -le $worst ] || worst=$status; done
