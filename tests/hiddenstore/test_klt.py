@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,19 @@ def test_mixed_precision_of_whoever_reads_or_writes_changes_no_bit(codec: KltCod
         assert KLT.fit(list(states)) == data
     assert all(torch.equal(one, other) for one, other in zip(again.codes, encoded.codes, strict=True))
     assert all(np.array_equal(again.small[name], encoded.small[name]) for name in encoded.small)
+
+
+def test_reading_and_writing_in_a_thread_leaves_the_weights_that_another_one_has_cast(codec: KltCodec) -> None:
+    states, layer = correlated(2, 200, seed=8), torch.nn.Linear(8, 8, bias=False)
+
+    def cast_by_a_product() -> object:
+        return layer(torch.randn(4, 8)).grad_fn.next_functions[1][0].next_functions[0][0]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16), ThreadPoolExecutor(1) as pool:
+        cast = cast_by_a_product()
+        pool.submit(lambda: codec.decode(codec.encode(states))).result()
+        pool.submit(KLT.fit, list(states)).result()
+        assert cast_by_a_product() is cast
 
 
 def test_a_constant_layer_and_a_narrow_one_can_be_fitted() -> None:
