@@ -56,7 +56,7 @@ from hiddenstore.store import Store
 from hiddenstore.targets.blocks import require_rebuildable
 from hiddenstore.targets.folder import open_target
 from hiddenstore.targets.identity import CHECKPOINT
-from schemas.capture import CaptureSpec, FinalMode, NormState
+from schemas.capture import CaptureSpec, NormState
 from schemas.manifest import CommitRecord, Container
 
 
@@ -183,13 +183,14 @@ class ImportJob:
             return
         engine, report, meaning, options = self.engine, self.report, self.meaning, self.options
         layers, codecs = meaning.columns.aux_layers, get_recipe(options.recipe)
-        final: FinalMode = "none" if engine.final_norm is None else "all"
         # Nothing says which checkpoint made a dump, so nobody is warned that it was not compared.
         identity = engine.target.identity.model_copy(update={CHECKPOINT: None})
         require_rebuildable(codecs, layers, identity.num_layers)
-        capture = CaptureSpec(target=identity, aux_layers=layers, final=final, final_norm=meaning.norm, codecs=codecs)
+        capture = CaptureSpec(
+            target=identity, aux_layers=layers, final=meaning.final, final_norm=meaning.norm, codecs=codecs
+        )
         store = new_store(options.store, options.container, engine.target, capture)
-        profile = None if reference is None else profile_target(reference, first, final)
+        profile = None if reference is None else profile_target(reference, first, meaning.final)
         compare_with_store(store, identity, reference_states(reference), profile, lambda _warning: None)
         check = CheckSpec(layers, meaning.norm, meaning.evidence.typical_norms, names_source=True)
         deleter = SourceDeleter(store, engine.source, meaning) if options.delete_source else None

@@ -47,7 +47,8 @@ def choose_layers(layers: str, final: FinalMode | None, num_layers: int) -> Laye
         raise ConfigError(problem, kind=Kind.FINAL_UNFIT, hint=f"--layers {layers} --final all")
     final_mode = final or implied
     if not aux and final_mode == "none":
-        raise ConfigError("no aux layer and no final hidden: nothing to capture", kind=Kind.LAYERS_INVALID)
+        problem, hint = "no aux layer and no final hidden: nothing to capture", f"--layers {layers} --final supervised"
+        raise ConfigError(problem, kind=Kind.LAYERS_INVALID, hint=hint)
     return LayerChoice(
         tuple(aux),
         final_mode,

@@ -102,13 +102,12 @@ def open_destination(
     container: Container | None,
     target: str | None = None,
     layers: Sequence[int] | None = None,
-    cuts_anew: bool = False,
 ) -> Store:
     """Create the store of a copy, or open the one there; None keeps its recipe or container, else the first source's. A
     new one on object storage gets ``default_container``. ``target`` names the checkpoint whose blocks rebuild states,
-    ``layers`` the aux layers to keep; ``cuts_anew``: no unit keeps its codes. Raises ConflictError: ``store-mismatch``;
-    ConfigError: ``name-unknown``, ``codec-unfit``, ``final-unfit``, ``blocks-unsupported``, ``layer-missing``;
-    FormatError: ``target-mismatch``: ``target`` is another than the store's."""
+    ``layers`` the aux layers to keep. Raises ConflictError: ``store-mismatch``; ConfigError: ``name-unknown``,
+    ``codec-unfit``, ``final-unfit``, ``blocks-unsupported``, ``layer-missing``; FormatError: ``target-mismatch``:
+    ``target`` is another than the store's."""
     first = sources[0]
     manifest, identity, fs = first.manifest, first.capture.target, open_filesystem(location)
     is_there = False
@@ -130,7 +129,7 @@ def open_destination(
     _require_classes(sources, codecs)
     captures = [source.capture if layers is None else with_layers(source, layers) for source in sources]
     capture = recoded(captures[0], codecs).model_copy(update={"target": identity.model_copy(update=stated)})
-    if cuts_anew or any(source.capture.codecs != codecs for source in sources):
+    if any(source.capture.codecs != codecs for source in sources):
         capture = _encodable(capture, location if is_there else None)
     of_recipe = {BLOCKS_FILE, layout.fitted_name(first.capture.codecs.aux)}
     files = {e.path: first.target_file(e.path) for e in first.manifest.target_files if e.path not in of_recipe}
@@ -440,7 +439,7 @@ def open_copy(
     warnings = check_sources(sources, location, same_target, layers is not None)
     if keep is not None and not any(keep(record, entry) for source in sources for record, entry in source.entries):
         raise ConfigError("no sample of the sources passes the filter", kind=Kind.SELECTION_EMPTY)
-    destination = open_destination(sources, location, recipe, container, target, layers, keep is not None)
+    destination = open_destination(sources, location, recipe, container, target, layers)
     bring_calibration(sources, destination)
     left = 0
     if keep is None:

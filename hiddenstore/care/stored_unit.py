@@ -25,6 +25,7 @@ from hiddenstore.codecs.base import (
     select_small,
     small_of_rows,
 )
+from hiddenstore.codecs.fitted import encodes
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.commit import DAMAGED, engine_of
 from hiddenstore.errors import CorruptionError, Kind
@@ -258,7 +259,8 @@ def _borders(
     samples: Sequence[tuple[SampleEntry, tuple[int, str]]], sources: Sequence[Store], destination: Store
 ) -> list[int]:
     """Numbers of the samples that are the first of their unit, where cutting there keeps codes that would be rounded
-    again: small arrays of a unit are of all its samples. None where the pieces would be many and small."""
+    again: small arrays of a unit are of all its samples. None where the pieces would be many and small, unless no
+    unit can be encoded anew."""
     codecs = destination.capture.codecs
     if all(get_layout(codec).exact for codec in (codecs.aux, codecs.final)):
         return []
@@ -267,7 +269,8 @@ def _borders(
     units = [unit for _, unit in samples]
     starts = [number for number, (before, unit) in enumerate(pairwise(units), 1) if before != unit]
     full = sum(entry.tokens for entry, _ in samples) // unit_tokens(destination.capture)
-    return starts if len(starts) < max(FEW_PIECES, LEAST_FILLED * full) else []
+    are_few = len(starts) < max(FEW_PIECES, LEAST_FILLED * full)
+    return starts if are_few or not encodes(destination.capture) else []
 
 
 def _pending_units(destination: Store, index: Mapping[str, Store]) -> tuple[list[CopyUnit], int]:

@@ -32,6 +32,7 @@ from hiddenstore.codecs.affine import SMALL, AffineCodec, Seen, round_up_
 from hiddenstore.codecs.base import Codec, EncodedLayers, RowPart, SmallField
 from hiddenstore.codecs.channels import channel_statistics, raw_rows
 from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.targets.matmul import without_autocast
 
 TRANSFORM = "transform"
 """Small array int32 [L]: which transform of the file a layer has."""
@@ -204,7 +205,7 @@ def _sums(rows: Tensor, half: Tensor) -> Tensor:
     """
     if half.dtype is not torch.bfloat16:
         return _matmul(rows.float(), half)
-    with torch.autocast(rows.device.type, enabled=False):
+    with without_autocast(rows.device):
         if rows.dtype is torch.bfloat16:
             return torch.mm(rows, half, out_dtype=torch.float32)
         upper, lower = (part.bfloat16() for part in _halves(rows))
@@ -214,7 +215,7 @@ def _sums(rows: Tensor, half: Tensor) -> Tensor:
 
 def _matmul(one: Tensor, other: Tensor) -> Tensor:
     # Whoever reads inside a training step is under its mixed precision, which would round what is exact.
-    with torch.autocast(one.device.type, enabled=False):
+    with without_autocast(one.device):
         return one @ other
 
 

@@ -38,13 +38,24 @@ def get_recipe(text: str) -> "Codecs":
             raise unknown("recipe", text, RECIPES, "--recipe", DEFAULT_RECIPE)
         aux, final = RECIPES[text]
         return Codecs(aux=aux, final=final)
+    words = [word.strip() for word in text.split(",")]
+    recipes = [word for word in words if word in RECIPES]
     codecs: dict[str, str] = {}
-    for word in text.split(","):
+    for word in words:
+        if word in recipes:
+            continue
         field, _, codec = (piece.strip() for piece in word.partition("="))
         if field in codecs:
             raise ConfigError(f"recipe {text!r} names {field} twice", kind=Kind.NAME_UNKNOWN)
         codecs[field] = _codec_of_field(text, field, codec)
-    return Codecs(**{**dict(zip(_choices(), RECIPES[DEFAULT_RECIPE], strict=True)), **codecs})
+    codecs = {**dict(zip(_choices(), RECIPES[[*recipes, DEFAULT_RECIPE][0]], strict=True)), **codecs}
+    if recipes:
+        raise ConfigError(
+            f"recipe {text!r}: {recipes[0]} is a recipe, which stands alone; beside fields name its own",
+            kind=Kind.NAME_UNKNOWN,
+            hint=f"--recipe {','.join(f'{field}={codec}' for field, codec in codecs.items())}",
+        )
+    return Codecs(**codecs)
 
 
 def _choices() -> dict[str, Collection[str]]:

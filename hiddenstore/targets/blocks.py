@@ -22,7 +22,7 @@ from hiddenstore.files.damage import raise_refusal
 from hiddenstore.targets.attention import any_length
 from hiddenstore.targets.checkpoint import damage, damaged, file_of_tensor, unreadable
 from hiddenstore.targets.folder import TargetFolder, first_line
-from hiddenstore.targets.matmul import widen_bf16
+from hiddenstore.targets.matmul import widen_bf16, without_autocast
 from hiddenstore.threads import Lock
 from schemas.capture import REBUILT, CaptureSpec, Codecs, not_rebuildable
 
@@ -171,7 +171,7 @@ class TargetBlocks:
             return states
         with self._lock, _Detour(self._blocks, first, stop, states[None].to(self.device, self._dtype)) as detour:
             try:
-                with torch.autocast(self.device.type, enabled=False), any_length():
+                with without_autocast(self.device), any_length():
                     self._backbone(inputs_embeds=detour.states, use_cache=False)
             except _ArrivedError as arrived:
                 return arrived.states[0].to(states.device, torch.bfloat16)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hiddenstore.errors import ConfigError, CorruptionError, Kind
-from hiddenstore.targets.matmul import linear, linear_in_fp32
+from hiddenstore.targets.matmul import linear, linear_in_fp32, without_autocast
 from schemas.capture import HeadSpec, NormState
 
 HEAD_FILE = "head.safetensors"
@@ -122,7 +122,7 @@ class HeadBundle:
         """
         weight, bias = self._output(token_ids)
         rows = h.reshape(-1, h.shape[-1])
-        with torch.autocast(h.device.type, enabled=False):
+        with without_autocast(h.device):
             out = self._products(rows, weight, norm_state)
             return self._finished(out, bias).reshape(*h.shape[:-1], weight.shape[0])
 

@@ -10,6 +10,7 @@ Shapes: n rows, I columns of the rows, O rows of the weight.
 import math
 import platform
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,15 @@ def onednn_pays(x: Tensor, weight: Tensor, *, needs_gradient: bool = False) -> b
         and not torch.compiler.is_compiling()
         and bool(torch.backends.mkldnn.enabled)
     )
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """In it products on ``device`` have the dtype of what is multiplied, under whatever precision this thread is."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    # Where none is on, leaving one would empty the casts that all threads share: a weight cast twice in a forward of
+    # another thread sums its gradients in another order.
+    return nullcontext()
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Store → export-data → import gives an equal store, bit for bit, split and turns included."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ from collectors.capture.import_job import ImportOptions, ImportReport, import_du
 from hiddenstore.dumps import get_layout
 from hiddenstore.dumps.common import ABOUT_FILE, export_samples
 from hiddenstore.errors import FormatError
+from hiddenstore.inputs import input_digest
 from hiddenstore.inspect.compare import compare
+from hiddenstore.records import final_row_positions
 from hiddenstore.store import Store
+from hiddenstore.testing.builders import ENGINE
+from hiddenstore.writer import create_store, write_unit
 from tests.collectors import peer_dumps
 from tests.collectors.tiny import save_target
 
@@ -62,6 +67,54 @@ def test_nothing_differs_after_a_round_trip(
     found = compare(a, Store.open(tmp_path / "b"))
     assert len(found.both) == 9
     assert not found.different, found.document()
+
+
+@pytest.mark.parametrize(
+    ("peer", "first"),
+    [
+        ("specforge-eagle3", "modelopt-hf"),
+        ("speculators", "modelopt-vllm"),
+        ("modelopt-hf", "modelopt-hf"),
+        ("deepspec", "modelopt-hf"),
+    ],
+)
+def test_a_final_hidden_around_answers_alone_comes_back_without_the_zeros_that_were_written_for_the_rest(
+    peer: str, first: str, dumps: Path, tmp_path: Path, target: str
+) -> None:
+    bring(dumps / first, first, tmp_path / "every", target, layers="0,1,2", validation=0.3)
+    a = around_answers(Store.open(tmp_path / "every"), tmp_path / "a")
+    assert export_samples(a, tmp_path / "out", get_layout(peer), missing_final="zeros").zero_rows > 0
+    report = bring(tmp_path / "out", peer, tmp_path / "b", target, check="hf")
+    assert "final hidden: around supervised tokens" in report.explained
+    found = compare(a, Store.open(tmp_path / "b"))
+    assert (len(found.both), found.schema) == (9, [])
+    assert not found.different, found.document()
+
+
+def test_zeros_for_the_final_hidden_are_never_imported_as_what_is_learned(
+    dumps: Path, tmp_path: Path, target: str
+) -> None:
+    bring(dumps / "modelopt-hf", "modelopt-hf", tmp_path / "every", target, layers="0,1,2")
+    a = around_answers(Store.open(tmp_path / "every"), tmp_path / "a")
+    export_samples(a, tmp_path / "out", get_layout("modelopt-hf"), missing_final="zeros")
+    with pytest.raises(FormatError, match="the final hidden around its supervised tokens alone") as caught:
+        bring(tmp_path / "out", "modelopt-hf", tmp_path / "b", target, loss_on="all")
+    assert (caught.value.kind, caught.value.hint) == ("final-missing", "leave --loss-on out")
+    assert not (tmp_path / "b").exists()
+
+
+def around_answers(store: Store, folder: Path) -> Store:
+    """The same samples, with the final hidden where a store of ``--final supervised`` holds it."""
+    capture = store.capture.model_copy(update={"final": "supervised"})
+    files = {entry.path: store.target_file(entry.path) for entry in store.manifest.target_files}
+    made = create_store(folder, capture, store.manifest.head, "raw", files)
+    records = []
+    for record in store:
+        rows = final_row_positions(record.sample.loss_mask, "supervised")
+        records.append(replace(record, final=record.final[torch.from_numpy(rows)], final_rows=rows))
+    digest = input_digest((record.sample.id, record.sample.split) for record in records)
+    write_unit(made, f"{digest[:12]}-000000", digest, records, (), ENGINE)
+    return Store.open(folder)
 
 
 def test_an_export_of_which_every_token_is_learned_keeps_its_turns_and_split(

@@ -53,6 +53,17 @@ def test_an_unknown_word_is_refused_with_the_nearest_known_one(text: str, kind: 
     assert error.value.kind == kind
 
 
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [("safe,final=topk", "aux=q8,final=topk"), ("final=bf16, rebuilt", "aux=q4,final=bf16")],
+)
+def test_a_recipe_beside_fields_is_refused_with_its_own_fields_in_its_place(text: str, fields: str) -> None:
+    with pytest.raises(ConfigError, match="is a recipe, which stands alone") as error:
+        get_recipe(text)
+    assert (error.value.kind, error.value.hint) == ("name-unknown", f"--recipe {fields}")
+    get_recipe(fields)
+
+
 def test_aux_layers_cannot_be_stored_as_top_tokens() -> None:
     with pytest.raises(ValidationError, match="aux layers cannot be stored so"):
         Codecs(aux="topk", final="q8")

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from hiddenstore.testing.builders import HEAD, capture_spec, make_store, target_
 from hiddenstore.verify import verify
 from hiddenstore.writer import create_store
 from schemas.capture import Codecs
+from schemas.manifest import CommitRecord, SampleEntry
 from tests.hiddenstore.test_codecs import same_bits
 
 # webdataset 1.0 leaves the file it iterates to the garbage collector.
@@ -59,6 +61,10 @@ def forget_codecs() -> None:
     for table in (CODECS._loaded, CODECS._bound, fitted._READERS):
         for name in [name for name in table if kind_of(name) != name]:
             table.pop(name)  # type: ignore[attr-defined]
+
+
+def is_long(_record: CommitRecord, entry: SampleEntry) -> bool:
+    return entry.tokens > 20
 
 
 def relative_error(states: Tensor, decoded: Tensor) -> float:
@@ -131,6 +137,19 @@ def test_mixed_precision_of_whoever_reads_or_writes_changes_no_bit(codec: KltCod
         assert KLT.fit(list(states)) == data
     assert all(torch.equal(one, other) for one, other in zip(again.codes, encoded.codes, strict=True))
     assert all(np.array_equal(again.small[name], encoded.small[name]) for name in encoded.small)
+
+
+def test_reading_and_writing_in_a_thread_leaves_the_weights_that_another_one_has_cast(codec: KltCodec) -> None:
+    states, layer = correlated(2, 200, seed=8), torch.nn.Linear(8, 8, bias=False)
+
+    def cast_by_a_product() -> object:
+        return layer(torch.randn(4, 8)).grad_fn.next_functions[1][0].next_functions[0][0]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16), ThreadPoolExecutor(1) as pool:
+        cast = cast_by_a_product()
+        pool.submit(lambda: codec.decode(codec.encode(states))).result()
+        pool.submit(KLT.fit, list(states)).result()
+        assert cast_by_a_product() is cast
 
 
 def test_a_constant_layer_and_a_narrow_one_can_be_fitted() -> None:
@@ -341,15 +360,41 @@ def test_a_copy_without_a_layer_keeps_the_codes_of_the_others(tmp_path: Path) ->
     assert verify(tmp_path / "anew", "bytes").findings == []
 
 
+def test_a_copy_of_some_samples_in_some_layers_keeps_the_codes_of_both_however_many_units_they_are_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hiddenstore.care.stored_unit.FEW_PIECES", 1)
+    store = make_store(tmp_path, codec=RECIPE, layers=(1, 3, 6))
+    run_copy(open_copy([store], tmp_path / "two", layers=[3, 6]))
+    copies = (
+        open_copy([Store.open(tmp_path / "two")], tmp_path / "layers-first", keep=is_long),
+        open_copy([store], tmp_path / "at-once", keep=is_long, layers=[3, 6]),
+        open_copy([store], tmp_path / "short-first", keep=lambda record, entry: not is_long(record, entry), layers=[3]),
+    )
+    run_copy(copies[-1])
+    later = open_copy([store], tmp_path / "short-first", keep=is_long, layers=[3])
+    for copy in (*copies[:2], later):
+        assert len(copy.units) > 1
+        assert all(copy.keeps_codes(unit) for unit in copy.units)
+        assert "rounds" not in " ".join(copy.notes)
+        run_copy(copy)
+        part = Store.open(copy.destination.path)
+        assert part.capture.codecs == store.capture.codecs
+        slots = [store.capture.aux_layers.index(layer) for layer in part.capture.aux_layers]
+        for record in part:
+            assert same_bits(record.aux, store.read(record.sample.id).aux[slots])
+        assert verify(part.path, "bytes").findings == []
+    assert len(Store.open(later.destination.path)) == len(store)
+
+
 def test_a_copy_of_one_layer_is_fitted_anew_where_its_units_are_coded_anew(tmp_path: Path) -> None:
     store = make_store(tmp_path / "all", codec=RECIPE, layers=(1, 3, 6))
     run_copy(open_copy([store], tmp_path / "two", layers=[3, 6]))
     two = Store.open(tmp_path / "two")
     other = make_store(tmp_path / "other", layers=(1, 3, 6), seed=1)
     copies = (
-        open_copy([two], tmp_path / "some", keep=lambda _record, entry: entry.tokens > 20),
-        open_copy([store], tmp_path / "few", keep=lambda _record, entry: entry.tokens > 20, layers=[3, 6]),
         open_copy([two], tmp_path / "smaller", "aux=klt,final=q4"),
+        open_copy([two], tmp_path / "some", "aux=klt,final=q4", is_long),
         open_copy([two, other], tmp_path / "both", layers=[3, 6]),
     )
     for copy in copies:

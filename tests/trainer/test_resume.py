@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from hiddenstore.testing.builders import memory_input
+from hiddenstore.testing.builders import make_store, memory_input
 from tests.forked import Forked, command
-from tests.trainer.runs import WORDS, store_of, tiny_store
+from tests.trainer.runs import ON_CPU, WORDS, store_of, tiny_store
 from trainer.train.checkpoint import read_state
 from trainer.train.loop import train
 from trainer.train.run_folder import load_drafter
@@ -65,6 +65,19 @@ def test_a_resume_in_a_later_epoch_packs_as_before_where_samples_of_validation_a
     train(store, resumed, resume=True)
     weights = [(run / f"checkpoints/step-{steps}/drafter.safetensors").read_bytes() for run in (straight, resumed)]
     assert weights[0] == weights[1]
+
+
+def test_a_run_in_bf16_on_states_that_threads_decode_by_products_is_repeated_by_its_resumes(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples=30, layers=(1, 3, 6), codec="rebuilt-klt").path
+    straight = tmp_path / "straight"
+    train(store, straight, words=[*ON_CPU, "train.precision=bf16", "train.checkpoint_every=2", "train.keep=9"])
+    for times in range(2):
+        shutil.copytree(straight, resumed := tmp_path / f"resumed-{times}")
+        for step in range(4, 13, 2):
+            shutil.rmtree(resumed / f"checkpoints/step-{step}")
+        train(store, resumed, resume=True)
+        weights = [(run / "checkpoints/step-12/drafter.safetensors").read_bytes() for run in (straight, resumed)]
+        assert weights[0] == weights[1]
 
 
 def test_a_resume_with_another_seed_leaves_untrained_what_the_run_began_with(tmp_path: Path) -> None:

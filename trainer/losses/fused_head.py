@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from hiddenstore.targets.matmul import add_product, linear, linear_in_fp32
+from hiddenstore.targets.matmul import add_product, linear, linear_in_fp32, without_autocast
 from trainer.losses.kinds import LOSSES, Compared, LossKind, Slopes
 
 LOGIT_BUDGET = 1 << 22
@@ -161,7 +161,7 @@ class _FusedHead(torch.autograd.Function):
         ctx: Any, states: Tensor, weight: Tensor, supervision: Supervision, scales: Tensor, options: _Options
     ) -> tuple[Tensor, ...]:
         walk = _Walk(states.detach(), weight, supervision, scales, options)
-        with torch.autocast(states.device.type, enabled=False):
+        with without_autocast(states.device):
             walk.run()
         grad_weight = None if walk.grad_weight is None else walk.grad_weight.to(weight.dtype)
         ctx.save_for_backward(None if walk.grad_states is None else walk.grad_states[:-1], grad_weight)

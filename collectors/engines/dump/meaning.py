@@ -19,11 +19,11 @@ from collectors.engines.dump.peer import PeerSample, PeerSource, Unusable, read_
 from collectors.targets.load import EngineTarget, LoadedTarget, probe_states
 from hiddenstore.dumps.common import ABOUT_FILE
 from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError, Kind
-from hiddenstore.records import Sample
+from hiddenstore.records import Sample, final_row_positions
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.identity import CHECKPOINT
 from hiddenstore.verify.probes import Prediction, Rows, combined, predict, unigram_nats, unit_scale_error
-from schemas.capture import FINAL, NormState
+from schemas.capture import FINAL, FinalMode, NormState
 from schemas.layers import field_name
 
 SAMPLES = 16
@@ -34,15 +34,21 @@ NORMED_SHARE = 0.9
 ENOUGH_ROWS = 100
 MATCHING_SIGMAS = 8.0
 EMBEDDING_ERROR = 0.02
+_FINALS: dict[FinalMode, str] = {
+    "all": "final hidden: every token",
+    "supervised": "final hidden: around supervised tokens",
+    "none": "no final hidden in this format",
+}
 
 
 @dataclass(frozen=True, eq=False)
 class Probed:
-    """A sample and its states in bf16: aux [L, T, D], final [T, D] or None."""
+    """A sample and its states in bf16: aux [L, T, D], final [T, D] or None, zeros but at ``final_rows`` int64 [R]."""
 
     sample: Sample
     aux: Tensor
     final: Tensor | None
+    final_rows: Tensor
 
 
 @dataclass
@@ -220,20 +226,32 @@ def check_layers(reference: LoadedTarget, probed: Sequence[Probed], columns: Col
     names = [*columns.aux_layers]
     if probed[0].final is not None:
         names.append(last if norm == "pre_norm" else last + 1)
-    errors = np.zeros((len(names), last + 3))
+    errors, counts = np.zeros((len(names), last + 3)), np.zeros(len(names))
     compared = probed[:RECOMPUTED]
     for one in compared:
         # Layers -1 … N-1 and the normed last one of the first tokens: fp32 [N+2, T, D] on the CPU.
         ids = torch.from_numpy(one.sample.input_ids[:MOST_TOKENS].astype(np.int64))[None].to(reference.device)
         probe = probe_states(reference.parts, ids, reference.identity.model_type)
         candidates = torch.cat([probe.states, probe.normed[None].to(probe.states.device)]).float().cpu()
-        fields = [*one.aux, *([] if one.final is None else [one.final])]
-        for slot, states in enumerate(fields):
-            distances = torch.linalg.vector_norm(states[: candidates.shape[1]].float() - candidates, dim=-1)
-            sizes = torch.linalg.vector_norm(candidates, dim=-1).clamp_min(1e-9)
-            errors[slot] += (distances / sizes).median(dim=-1).values.numpy() / len(compared)
+        every = torch.arange(candidates.shape[1])
+        fields = [(states, every) for states in one.aux]
+        if one.final is not None:
+            fields.append((one.final, one.final_rows[one.final_rows < len(every)]))
+        for slot, (states, rows) in enumerate(fields):
+            if not len(rows):
+                continue
+            expected = candidates[:, rows]
+            distances = torch.linalg.vector_norm(states[rows].float() - expected, dim=-1)
+            sizes = torch.linalg.vector_norm(expected, dim=-1).clamp_min(1e-9)
+            errors[slot] += (distances / sizes).median(dim=-1).values.numpy()
+            counts[slot] += 1
+    errors /= np.maximum(counts, 1)[:, None]
     nearest = errors.argmin(axis=1) - 1
-    wrong = [(slot, name) for slot, name in enumerate(names) if nearest[slot] != name or errors[slot, name + 1] > FAR]
+    wrong = [
+        (slot, name)
+        for slot, name in enumerate(names)
+        if counts[slot] and (nearest[slot] != name or errors[slot, name + 1] > FAR)
+    ]
     if wrong:
         raise _mismatch(wrong, errors, nearest, columns, last)
     return len(compared)
@@ -262,12 +280,14 @@ def _mismatch(
 
 @dataclass(frozen=True, eq=False)
 class DumpMeaning:
-    """A dump whose meaning is settled; ``probed`` are the samples that it was settled on."""
+    """A dump whose meaning is settled; ``probed`` are the samples that it was settled on, ``final`` the rows at which
+    the final hidden is one."""
 
     matcher: Matcher
     locations: Sequence[str]
     columns: Columns
     norm: NormState
+    final: FinalMode
     evidence: Evidence
     explained: str
     probed: Sequence[Probed]
@@ -278,7 +298,8 @@ def settle_meaning(
 ) -> DumpMeaning:
     """Read the first samples of a dump, settle layers and norm, and probe what they mean. Raises ConfigError:
     ``input-empty``, ``nothing-usable``, and as ``choose_columns`` and ``settle_norm``; FormatError: the dump is of
-    another target (``target-mismatch``) or does not mean what its format says (``dump-norm``, ``dump-shift``)."""
+    another target (``target-mismatch``), does not mean what its format says (``dump-norm``, ``dump-shift``), or has
+    zeros in the place of a final hidden that is to be learned (``final-missing``)."""
     head, num_layers = target.head, target.folder.num_layers
     require_fit(head, source)
     locations = source.locations()
@@ -293,31 +314,38 @@ def settle_meaning(
         )
     samples, peers = _first_samples(source, present, matcher, head)
     require_fit(head, source, peers)
-    stated = source.stated.layers or _exported_layers(source, target)
+    layers, final = _export_facts(source, target, matcher.all_supervised)
+    stated = source.stated.layers or layers
     columns = choose_columns(source, claims, stated, peers[0].column_width // head.hidden_size, num_layers)
-    probed = [_probed(sample, peer, columns, head.hidden_size) for sample, peer in zip(samples, peers, strict=True)]
-    finals = [one.final for one in probed if one.final is not None]
+    probed = [
+        _probed(sample, peer, columns, head.hidden_size, final) for sample, peer in zip(samples, peers, strict=True)
+    ]
+    finals = [one.final[one.final_rows] for one in probed if one.final is not None and len(one.final_rows)]
     share = normed_share(head, torch.cat(finals)) if finals else None
     norm = settle_norm(source, claims.norm, {peer.final_norm for peer in peers}, share)
-    final = f"final hidden: every token, {norm.replace('_', '-')}" if source.final else "no final hidden in this format"
-    explained = f"{columns.explained(source, num_layers)}; {final}"
+    side = f", {norm.replace('_', '-')}" if source.final else ""
+    explained = f"{columns.explained(source, num_layers)}; {_FINALS[final]}{side}"
     note(explained)
     evidence = check_meaning(head, norm, probed, columns)
     evidence.normed_share = None if share is None else round(share, 4)
     for line in evidence.notes:
         note(line)
-    return DumpMeaning(matcher, locations, columns, norm, evidence, explained, probed)
+    return DumpMeaning(matcher, locations, columns, norm, final, evidence, explained, probed)
 
 
-def _exported_layers(source: PeerSource, target: EngineTarget) -> tuple[int, ...] | None:
-    """What our own export left beside the peer's files: its layers, in the peer's numbering."""
+def _export_facts(
+    source: PeerSource, target: EngineTarget, all_supervised: bool
+) -> tuple[tuple[int, ...] | None, FinalMode]:
+    """What our own export left beside the peer's files: its layers, in the peer's numbering, and the rows at which it
+    wrote a final hidden and not zeros."""
     path = source.folder / ABOUT_FILE
+    final: FinalMode = "all" if source.final else "none"
     if not path.is_file():
-        return None
+        return None, final
     about = read_manifest(path)
     layers, origin = about.get("aux_hidden_state_layer_ids"), about.get("target")
     if about.get("layout", "speculators") != source.name or not isinstance(layers, list):
-        return None
+        return None, final
     for name in ("weights_sha256", CHECKPOINT):
         digest, ours = origin.get(name) if isinstance(origin, dict) else None, getattr(target.identity, name)
         if None not in (digest, ours) and digest != ours:
@@ -327,7 +355,16 @@ def _exported_layers(source: PeerSource, target: EngineTarget) -> tuple[int, ...
             )
     if not all(isinstance(layer, int) for layer in layers):
         raise unreadable(f"{path} names layers that are no numbers: {layers}")
-    return tuple(layers)
+    if source.final and about.get("final_rows_of_zeros"):
+        final = "supervised"
+        if all_supervised:
+            raise FormatError(
+                f"{source.folder} holds the final hidden around its supervised tokens alone and zeros for the rest "
+                f"({path.name}): a loss at every token would learn those",
+                kind=Kind.FINAL_MISSING,
+                hint="leave --loss-on out",
+            )
+    return tuple(layers), final
 
 
 def _first_samples(
@@ -368,7 +405,7 @@ def _nothing_usable(refused: Sequence[Unusable], count: int, head: HeadBundle) -
     )
 
 
-def _probed(sample: Sample, peer: PeerSample, columns: Columns, width: int) -> Probed:
+def _probed(sample: Sample, peer: PeerSample, columns: Columns, width: int, final_mode: FinalMode) -> Probed:
     """Raises ConfigError ``layers-invalid`` where a column is not what it should repeat: the layers are misnamed."""
     aux = torch.empty((len(columns.aux_layers), sample.tokens, width), dtype=torch.bfloat16)
     try:
@@ -379,4 +416,4 @@ def _probed(sample: Sample, peer: PeerSample, columns: Columns, width: int) -> P
             kind=Kind.LAYERS_INVALID,
             hint="name the layers the dump was made with: --layers or --peer-layers",
         ) from unusable
-    return Probed(sample, aux, final)
+    return Probed(sample, aux, final, torch.from_numpy(final_row_positions(sample.loss_mask, final_mode)).long())
