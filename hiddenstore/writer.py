@@ -5,7 +5,7 @@ record (the segment is garbage) or a whole unit.
 """
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -141,7 +141,7 @@ def write_unit(
     store: Store,
     unit: str,
     input_digest: str,
-    records: Sequence["Record"],
+    records: Iterable["Record"],
     rejects: Sequence[Reject],
     engine: Engine,
     revision: int = 0,
@@ -155,7 +155,7 @@ def write_unit(
     """
     from hiddenstore.segments.encode import encode_records
 
-    one_prefix = CONTAINERS[store.manifest.container].shares_rows
+    one_prefix, records = CONTAINERS[store.manifest.container].shares_rows, list(records)
     encoded = encode_records(unit, records, store.capture, one_prefix=one_prefix) if records else None
     return write_encoded_unit(store, unit, input_digest, encoded, rejects, engine, revision, recaptured)
 

@@ -239,6 +239,17 @@ def test_a_unit_written_twice_has_the_same_bytes_apart_from_its_attempt() -> Non
     assert fingerprint(one.fs) == fingerprint(other.fs)
 
 
+def test_a_unit_of_records_that_a_generator_gives_holds_all_of_them() -> None:
+    store, listed = empty_store(), empty_store()
+    records = random_records(UNITS[0].samples, CAPTURE)
+    given = (record for record in records)
+    record = write_unit(store, UNITS[0].name, PREPARED.info.digest, given, (), ENGINE)
+    assert record is not None
+    assert [entry.id for entry in record.samples] == [sample.id for sample in UNITS[0].samples]
+    write(listed)
+    assert fingerprint(store.fs) == fingerprint(listed.fs)
+
+
 def test_the_order_of_publishing_is_segment_then_record() -> None:
     store = empty_store()
     write(store)
