@@ -151,10 +151,12 @@ def write_unit(
 
     A lost race sweeps this attempt's own segment and nothing else. A unit whose samples were all rejected has a record
     without files. ``recaptured`` names samples that another engine captured. Equal records give equal bytes, apart from
-    the random digits of the segment's name.
+    the random digits of the segment's name. Raises ConfigError, before anything is written: as ``encode_records``;
+    ``name-invalid``: the digest of the input is no 64 hex digits.
     """
     from hiddenstore.segments.encode import encode_records
 
+    layout.input_path(input_digest)
     one_prefix, records = CONTAINERS[store.manifest.container].shares_rows, list(records)
     encoded = encode_records(unit, records, store.capture, one_prefix=one_prefix) if records else None
     return write_encoded_unit(store, unit, input_digest, encoded, rejects, engine, revision, recaptured)
