@@ -145,7 +145,7 @@ class Store:
 
     def id_at(self, index: int) -> str:
         """The id at an index, negative from the end; NotFoundError ``sample-missing``."""
-        if -len(self) <= index < len(self):
+        with suppress(IndexError):
             return self.sample_ids[index]
         places = f"0 to {len(self) - 1:,}: there is none at {index}" if len(self) else f"so none at {index}"
         raise self._missing(f"{self.path} holds {len(self):,} samples, {places}")
