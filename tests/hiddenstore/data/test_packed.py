@@ -76,6 +76,18 @@ def test_both_kinds_of_pack_hold_the_bits_of_single_records(tmp_path: Path, reci
             assert torch.equal(found.topk.lse, torch.cat([part.lse for part in topk if part is not None]))
 
 
+@pytest.mark.parametrize("codec", ["q8", "tiny"])
+def test_a_pack_is_saved_and_loaded_and_a_part_of_it_alone(tmp_path: Path, codec: str) -> None:
+    store, file = make_store(tmp_path, samples=7, codec=codec), tmp_path / "pack.pt"
+    pack = filled(DecodedFiller, store, [1, 3])
+    torch.save(pack, file)
+    loaded = torch.load(file, weights_only=False)
+    assert all(same_bits(getattr(loaded, name), getattr(pack, name)) for name in TENSORS)
+    torch.save({"ids": pack.input_ids, "flags": pack.loss_mask}, file)
+    assert torch.equal(torch.load(file)["ids"], pack.input_ids)
+    assert file.stat().st_size < 9 * pack.tokens + 2000
+
+
 @pytest.mark.parametrize("kind", [DecodedFiller, EncodedFiller])
 def test_one_layer_without_the_final_is_a_pack_too(tmp_path: Path, kind: type) -> None:
     store = make_store(tmp_path, samples=6)
