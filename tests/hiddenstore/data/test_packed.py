@@ -8,6 +8,7 @@ import torch
 from hiddenstore.codecs import get_codec
 from hiddenstore.codecs.base import Encoded
 from hiddenstore.codecs.recipes import RECIPES
+from hiddenstore.data import SampleView, TokenBatches, batches
 from hiddenstore.data.packed import Buffers, PackedBatch, moved_at_once
 from hiddenstore.data.read import (
     DecodedFiller,
@@ -74,6 +75,23 @@ def test_both_kinds_of_pack_hold_the_bits_of_single_records(tmp_path: Path, reci
             assert torch.equal(found.topk.ids, torch.cat([part.ids for part in topk if part is not None]))
             assert torch.equal(found.topk.log_probs, torch.cat([part.log_probs for part in topk if part is not None]))
             assert torch.equal(found.topk.lse, torch.cat([part.lse for part in topk if part is not None]))
+
+
+@pytest.mark.parametrize("filler", ["DecodedFiller", "EncodedFiller"])
+@pytest.mark.parametrize("recipe", [*STORED, "rebuilt"])
+def test_a_loop_in_inference_mode_reads_what_any_other_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, filler: str
+) -> None:
+    monkeypatch.setattr(batches, "DecodedFiller", getattr(batches, filler))
+    store = make_store(tmp_path, samples=7, codec=recipe)
+    for view in (SampleView(), SampleView(max_tokens=12)):
+        reader = TokenBatches(store, batch_tokens=128, epochs=1, view=view)
+        wanted = [pack for batch in reader for pack in batch.packs]
+        with torch.inference_mode():
+            found = [pack for batch in reader for pack in batch.packs]
+        assert len(found) == len(wanted) > 1 or view.max_tokens
+        for one, other in zip(found, wanted, strict=True):
+            assert all(same_bits(getattr(one, name), getattr(other, name)) for name in TENSORS)
 
 
 @pytest.mark.parametrize("codec", ["q8", "tiny"])
