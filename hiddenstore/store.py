@@ -108,10 +108,11 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Let go of the units and decoder blocks that were opened; what is read after that opens its own again."""
+        """Let go of the units, decoder blocks and files that were opened; what is read after that opens its own."""
         with self._lock:
             self._readers.clear()
             self._rebuilders.clear()
+        self.fs.let_go()
 
     @property
     def is_frozen(self) -> bool:

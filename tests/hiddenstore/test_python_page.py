@@ -1,5 +1,6 @@
 """docs/python.md as a person types it, and what it leaves to the reader."""
 
+import os
 import re
 import runpy
 from pathlib import Path
@@ -73,12 +74,21 @@ def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     assert error.value.kind == "target-unreadable"
 
 
+def files_open_below(path: str) -> int:
+    links = Path("/proc/self/fd")
+    return sum(os.readlink(links / name).startswith(path) for name in os.listdir(links) if (links / name).is_symlink())
+
+
 def test_a_closed_store_lets_go_of_its_units_and_can_be_read_again(store: Store) -> None:
     with hiddenstore.open(store.path) as opened:
         before = opened[0]
         assert opened._readers
     assert not opened._readers
+    assert files_open_below(store.path) == 0
     assert torch.equal(opened[0].aux, before.aux)
+    assert files_open_below(store.path) > 0
+    opened.close()
+    assert files_open_below(store.path) == 0
 
 
 def test_the_packs_of_the_loader_are_those_of_the_packed_reader(store: Store) -> None:
