@@ -51,7 +51,7 @@ class Buffers:
         """uint8 [size] that starts on a page; one thread at a time may ask."""
         if self.pinned:
             self.taken += size
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         memory = self._reused(size)
         if memory is None:
             memory = _pages(size)
@@ -226,7 +226,7 @@ def moved_at_once(samples: Sequence[Mapping[str, np.ndarray]], device: torch.dev
         if array.dtype == np.uint16
     }
     members: Members = {name: (array.shape, torch.uint16) for name, array in moving.items()}
-    flat = torch.empty(room_bytes(members), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    flat = torch.empty(room_bytes(members), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     for name, tensor in carve(flat, members).items():
         tensor.copy_(torch.from_numpy(np.ascontiguousarray(moving[name])))
     moved = carve(flat.to(device, non_blocking=True), members)

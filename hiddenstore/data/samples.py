@@ -63,7 +63,7 @@ def pack(records: Sequence[Record]) -> PackedBatch:
         input_ids=torch.from_numpy(np.concatenate([r.sample.input_ids for r in records]).astype(np.int64)),
         loss_mask=torch.from_numpy(np.concatenate([r.sample.loss_mask for r in records]) != 0),
         positions=torch.from_numpy(np.concatenate(places)),
-        document=torch.repeat_interleave(torch.arange(len(records)), torch.tensor(lengths)),
+        document=torch.from_numpy(np.repeat(np.arange(len(records)), lengths)),
         aux=torch.cat([record.aux for record in records], dim=1),
         final=torch.cat([record.final for record in records]),
         final_rows=torch.from_numpy(np.concatenate(rows)),

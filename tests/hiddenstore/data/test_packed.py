@@ -8,7 +8,7 @@ import torch
 from hiddenstore.codecs import get_codec
 from hiddenstore.codecs.base import Encoded
 from hiddenstore.codecs.recipes import RECIPES
-from hiddenstore.data import SampleView, TokenBatches, batches
+from hiddenstore.data import SampleDataset, SampleView, TokenBatches, batches, pack
 from hiddenstore.data.packed import Buffers, PackedBatch, moved_at_once
 from hiddenstore.data.read import (
     DecodedFiller,
@@ -92,6 +92,19 @@ def test_a_loop_in_inference_mode_reads_what_any_other_reads(
         assert len(found) == len(wanted) > 1 or view.max_tokens
         for one, other in zip(found, wanted, strict=True):
             assert all(same_bits(getattr(one, name), getattr(other, name)) for name in TENSORS)
+
+
+@pytest.mark.parametrize("recipe", [*STORED, "rebuilt"])
+def test_what_is_read_lies_on_the_cpu_whatever_the_default_device(tmp_path: Path, recipe: str) -> None:
+    store = make_store(tmp_path, samples=7, codec=recipe)
+    wanted = pack(list(SampleDataset(store)))
+    with torch.device("meta"):
+        records = [store[0], *store]
+        found = pack(list(SampleDataset(store)))
+        (batch,) = TokenBatches(store, batch_tokens=1000, epochs=1)
+    assert {(record.aux.device.type, record.final.device.type) for record in records} == {("cpu", "cpu")}
+    assert all(same_bits(getattr(found, name), getattr(wanted, name)) for name in TENSORS)
+    assert all(getattr(batch.packs[0], name).device.type == "cpu" for name in TENSORS)
 
 
 @pytest.mark.parametrize("codec", ["q8", "tiny"])
