@@ -54,9 +54,9 @@ def encode_records(
     twice."""
     for record in records:
         _check_record(record, capture)
-    names = [record.sample.id for record in records]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+    ids = [record.sample.id for record in records]
+    if len(set(ids)) < len(ids):
+        twice = next(name for name in ids if ids.count(name) > 1)
         raise ConfigError(f"sample {twice} is in unit {unit} twice", kind=Kind.RECORD_INVALID)
     stats: dict[str, LayerStats] = {}
     width = capture.target.hidden_size
@@ -288,8 +288,8 @@ def _sample_fault(record: Record, capture: CaptureSpec) -> str | None:
     expected = final_row_positions(mask, capture.final)
     if np.array_equal(rows, expected):
         return None
-    shown, wanted = (f"{array[:4].tolist()} … ({len(array)})" for array in (rows, expected))
-    return f"final_rows is {shown}, expected final_row_positions(loss_mask, {capture.final!r}) = {wanted}"
+    texts = [f"{array[:4].tolist()} … ({len(array)})" for array in (rows, expected)]
+    return f"final_rows is {texts[0]}, expected final_row_positions(loss_mask, {capture.final!r}) = {texts[1]}"
 
 
 def _sample_entries(records: Sequence[Record]) -> Iterator[SampleEntry]:
