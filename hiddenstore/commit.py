@@ -26,9 +26,10 @@ DAMAGED = "damaged-on-disk"
 READ_AT_ONCE = 16
 MAX_COUNT = 1 << 48
 
-_SAMPLE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+SAMPLE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""What a sample may be called."""
 C = TypeVar("C")
-_SAMPLE_IDS = re.compile(rf"(?:{_SAMPLE_ID.pattern}\n)*")
+_SAMPLE_IDS = re.compile(rf"(?:{SAMPLE_ID.pattern}\n)*")
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def _check_record(record: CommitRecord, name: str, where: str) -> None:
             f"{where} is damaged: {problem}",
             kind=Kind.COMMIT_INVALID,
             path=where,
-            samples=tuple(name for name in ids if _SAMPLE_ID.fullmatch(name)),
+            samples=tuple(name for name in ids if SAMPLE_ID.fullmatch(name)),
         )
 
 

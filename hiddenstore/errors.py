@@ -184,6 +184,7 @@ class Kind(StrEnum):
     LOSS_NOT_ACCEPTED = "loss-not-accepted", ConfigError, "A repair would drop over 1 % of the samples, or some unseen."
     SAMPLE_MISSING = "sample-missing", NotFoundError, "There is no sample of that id."
     SAMPLE_AMBIGUOUS = "sample-ambiguous", ConfigError, "Several samples' ids begin like that."
+    RECORD_INVALID = "record-invalid", ConfigError, "A record to be written is not what capture or format allow."
     SAMPLE_SHAPE = "sample-shape", CorruptionError, "A sample has another number of rows than its record says."
     SAMPLE_TOO_LONG = "sample-too-long", ConfigError, "A sample is longer than a pack."
     TOO_MANY_REJECTS = "too-many-rejects", CaptureError, "Too many samples were rejected while collecting."

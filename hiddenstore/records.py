@@ -181,7 +181,7 @@ def tokens_fault(input_ids: np.ndarray, vocab: int) -> str | None:
 
 def mask_fault(loss_mask: np.ndarray, supervised: int | None) -> str | None:
     """A mask uint8 [t] is 0 or 1, and has as many ones as its record says, where one does."""
-    if len(loss_mask) and loss_mask.max() > 1:
+    if len(loss_mask) and not 0 <= loss_mask.min() <= loss_mask.max() <= 1:
         return "it is not of zeros and ones"
     ones = int(np.count_nonzero(loss_mask))
     return None if supervised in (None, ones) else f"it supervises {ones:,} tokens, its record says {supervised:,}"

@@ -108,10 +108,11 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Let go of the units and decoder blocks that were opened; what is read after that opens its own again."""
+        """Let go of the units, decoder blocks and files that were opened; what is read after that opens its own."""
         with self._lock:
             self._readers.clear()
             self._rebuilders.clear()
+        self.fs.let_go()
 
     @property
     def is_frozen(self) -> bool:
@@ -145,7 +146,7 @@ class Store:
 
     def id_at(self, index: int) -> str:
         """The id at an index, negative from the end; NotFoundError ``sample-missing``."""
-        if -len(self) <= index < len(self):
+        with suppress(IndexError):
             return self.sample_ids[index]
         places = f"0 to {len(self) - 1:,}: there is none at {index}" if len(self) else f"so none at {index}"
         raise self._missing(f"{self.path} holds {len(self):,} samples, {places}")

@@ -5,7 +5,7 @@ record (the segment is garbage) or a whole unit.
 """
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -141,7 +141,7 @@ def write_unit(
     store: Store,
     unit: str,
     input_digest: str,
-    records: Sequence["Record"],
+    records: Iterable["Record"],
     rejects: Sequence[Reject],
     engine: Engine,
     revision: int = 0,
@@ -151,11 +151,13 @@ def write_unit(
 
     A lost race sweeps this attempt's own segment and nothing else. A unit whose samples were all rejected has a record
     without files. ``recaptured`` names samples that another engine captured. Equal records give equal bytes, apart from
-    the random digits of the segment's name.
+    the random digits of the segment's name. Raises ConfigError, before anything is written: as ``encode_records``;
+    ``name-invalid``: the digest of the input is no 64 hex digits.
     """
     from hiddenstore.segments.encode import encode_records
 
-    one_prefix = CONTAINERS[store.manifest.container].shares_rows
+    layout.input_path(input_digest)
+    one_prefix, records = CONTAINERS[store.manifest.container].shares_rows, list(records)
     encoded = encode_records(unit, records, store.capture, one_prefix=one_prefix) if records else None
     return write_encoded_unit(store, unit, input_digest, encoded, rejects, engine, revision, recaptured)
 

@@ -95,7 +95,7 @@ def write_store(
     for number, unit in enumerate(units(lengths, width, len(AUX_LAYERS) + 1)):
         states = (next(source) for _ in unit)
         records = [make_record(i, torch.from_numpy(bits).view(torch.bfloat16), capture) for i, bits in states]
-        write_unit(store, f"unit-{number:06d}", "i" * 64, records, (), builders.ENGINE)
+        write_unit(store, f"unit-{number:06d}", "ab" * 32, records, (), builders.ENGINE)
     return Store.open(folder / "store")
 
 
@@ -176,7 +176,7 @@ class Copies(Format):
         store = create_store(self.folder / "store", capture, spec, "raw", files)
         states = (torch.from_numpy(bits).view(torch.bfloat16) for bits in synthetic_bits(lengths, width))
         records = [make_record(index, sample, capture) for index, sample in enumerate(states)]
-        write_unit(store, "unit-000000", "i" * 64, records, (), builders.ENGINE)
+        write_unit(store, "unit-000000", "ab" * 32, records, (), builders.ENGINE)
         cold.warm(self.folder)
         self.store = Store.open(self.folder / "store")
 

@@ -46,7 +46,7 @@ def make_store(case: Case, tensors: Tensors, folder: Path, recipe: str) -> Store
     store = create_store(folder, capture, HEAD, recipe, files)
     rows = final_row_positions(mask, capture.final)
     record = Record(sample, tensors.aux, tensors.final[torch.from_numpy(rows).long()], rows)
-    write_unit(store, "unit-000000", "i" * 64, [record], (), builders.ENGINE)
+    write_unit(store, "unit-000000", "ab" * 32, [record], (), builders.ENGINE)
     return Store.open(folder)
 
 

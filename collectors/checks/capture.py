@@ -47,7 +47,7 @@ def check_unit(
 ) -> list[Reject]:
     """The samples of a unit that must not be stored, in order, each with its first reason. Raises CaptureError: as
     ``require_matching``."""
-    require_matching(samples, captured, final_rows, spec)
+    require_matching(samples, captured, final_rows, (len(spec.aux_layers), head.hidden_size))
     aux_norms, final_norms = _row_norms(captured.aux), _row_norms(captured.final)
     disagreeing = _disagreeing_rows(captured, head, spec.final_norm)
     rejects = []
@@ -109,23 +109,26 @@ def _row_norms(states: Tensor) -> np.ndarray:
 
 
 def require_matching(
-    samples: Sequence[Sample], captured: Captured, final_rows: Sequence[np.ndarray], spec: CheckSpec
+    samples: Sequence[Sample], captured: Captured, final_rows: Sequence[np.ndarray], shape: tuple[int, int]
 ) -> None:
-    """CaptureError ``engine-tokens``, ``engine-shape`` where the states cannot be those of the samples."""
+    """CaptureError ``engine-tokens``, ``engine-shape`` where the states cannot be those of the samples; ``shape``: L
+    and D."""
     sent = np.concatenate([sample.input_ids for sample in samples]) if samples else np.zeros(0, dtype=np.int32)
     if not np.array_equal(sent, captured.token_ids):
         raise CaptureError(
             f"the engine ran {len(captured.token_ids)} tokens that are not the {len(sent)} it was given",
             kind=Kind.ENGINE_TOKENS,
         )
+    layers, width = shape
     rows = sum(len(row) for row in final_rows)
-    for name, shape, expected in (
-        ("aux", list(captured.aux.shape[:2]), [len(spec.aux_layers), len(sent)]),
-        ("final", list(captured.final.shape[:1]), [rows]),
+    for name, states, expected in (
+        ("aux", captured.aux, [layers, len(sent), width]),
+        ("final", captured.final, [rows, width]),
     ):
-        if shape != expected:
+        if list(states.shape) != expected or states.dtype != torch.bfloat16:
             raise CaptureError(
-                f"the engine returned {name} states of {shape} layers and positions, expected {expected}",
+                f"the engine returned {name} states {list(states.shape)} of {states.dtype}, expected {expected} of "
+                "torch.bfloat16",
                 kind=Kind.ENGINE_SHAPE,
             )
 

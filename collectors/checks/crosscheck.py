@@ -235,7 +235,8 @@ class CrossCheck:
         return compared
 
     def _compare(self, samples: Sequence[Sample], requests: Sequence[CaptureRequest], captured: Captured) -> int:
-        require_matching(samples, captured, [request.final_rows for request in requests], self._spec)
+        shape = len(self._spec.aux_layers), self._reference.head.hidden_size
+        require_matching(samples, captured, [request.final_rows for request in requests], shape)
         # From the shortest to the longest sample.
         order = sorted(range(len(samples)), key=lambda i: (samples[i].tokens, i))
         ranks = np.linspace(0, len(order) - 1, min(self._samples, len(order))).round().astype(int)

@@ -5,7 +5,7 @@ Shapes: N tokens of the unit, R final rows of the unit, L aux layers, T tokens o
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -122,6 +122,8 @@ def capture_samples(
     """Run samples, with ``final`` none one final row of each for the top-1 check; InterruptError on ``stop()``."""
     requests = requests_of(samples, final, engine.final_norm is not None)
     captured = engine.capture(requests, stop, done)
+    # An engine that forgot no_grad would keep its graph alive, and numpy takes no tensor of one.
+    captured = replace(captured, aux=captured.aux.detach(), final=captured.final.detach())
     refused = {refusal.index for refusal in captured.refusals}
     rejects = [
         Reject(id=samples[one.index].id, tokens=samples[one.index].tokens, reason=one.reason, detail=one.detail)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import shlex
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -94,8 +95,10 @@ class TokenBatches(IterableDataset[GlobalBatch]):
     """Whether to read what the store holds at the final rows."""
     seed: int = 0
     """Of the order, unless a cursor names another."""
-    rank: int = 0
+    rank: int | None = None
+    """Which share of every global batch is read, from 0; default: the first. Several ranks have to name theirs."""
     world_size: int = 1
+    """How many shares a global batch is cut into: ranks that hold parts of one sequence have one share together."""
     epochs: int | None = None
     """The iteration ends once so many epochs are complete; None never ends."""
     cursor: Cursor | None = None
@@ -182,19 +185,25 @@ class TokenBatches(IterableDataset[GlobalBatch]):
     def require_one_order(self) -> None:
         """Compare with all ranks of ``torch.distributed`` what batches are cut from; every rank calls it, before its
         first batch. Nothing else says that ranks opened a growing store at different moments: each would follow an
-        order of its own. Without a process group it does nothing. Raises ConflictError: ``ranks-differ``."""
+        order of its own; nor that they named no ``rank`` and ``world_size``: all would read the same. Every share has
+        to be read by equally many ranks. Without a process group it does nothing. Raises ConflictError:
+        ``ranks-differ``."""
         if not (distributed.is_available() and distributed.is_initialized()):
             return
         cut = (self._start.to_json(), self.batch_tokens, self._pack_tokens, self.view.max_tokens, self.world_size)
         key = hashlib.blake2b(repr(cut).encode(), digest_size=6).digest()
-        sent = torch.tensor([len(self._lengths), int.from_bytes(key, "big")])
+        share = -1 if self.rank is None else self.rank
+        sent = torch.tensor([len(self._lengths), int.from_bytes(key, "big"), share])
         if distributed.get_backend() == "nccl":
             sent = sent.cuda()
         received = [torch.empty_like(sent) for _ in range(distributed.get_world_size())]
         distributed.all_gather(received, sent)
         ranks: dict[tuple[int, ...], list[str]] = {}
+        shares: Counter[int] = Counter()
         for rank, one in enumerate(received):
-            ranks.setdefault(tuple(one.tolist()), []).append(str(rank))
+            *order, share = one.tolist()
+            ranks.setdefault(tuple(order), []).append(str(rank))
+            shares[share] += 1
         if len(ranks) > 1:
             each = "; ".join(f"{count:,} samples on ranks {', '.join(those)}" for (count, _), those in ranks.items())
             where = shlex.quote(str(self.store.path))
@@ -204,6 +213,21 @@ class TokenBatches(IterableDataset[GlobalBatch]):
                 kind=Kind.RANKS_DIFFER,
                 hint=f"hiddenstore snapshot {where} NAME, and have every rank open {where}@NAME",
             )
+        self._require_shares(shares)
+
+    def _require_shares(self, shares: Counter[int]) -> None:
+        """``shares``: how many ranks of the process group read each; -1 is none named."""
+        count = shares.total()
+        each = count // self.world_size
+        if count == 1 or (each * self.world_size == count and shares == dict.fromkeys(range(self.world_size), each)):
+            return
+        named = ", ".join("none" if share < 0 else f"rank={share}" for share in sorted(shares.elements()))
+        raise ConflictError(
+            f"{count} ranks do not read equal shares of the {self.split} split of {self.store.path}: they name {named} "
+            f"of world_size={self.world_size}, and would train on some samples again and on others never",
+            kind=Kind.RANKS_DIFFER,
+            hint="TokenBatches(…, rank=distributed.get_rank(), world_size=distributed.get_world_size())",
+        )
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         if get_worker_info() is not None:
@@ -259,7 +283,7 @@ class TokenBatches(IterableDataset[GlobalBatch]):
             for batch, slots in self._plan(seed, epoch, start):
                 packs = tuple(
                     tuple(self._as_read(slots[position - batch.start]) for position in pack)
-                    for pack in batch.packs_of(self.rank, self.world_size)
+                    for pack in batch.packs_of(self.rank or 0, self.world_size)
                 )
                 is_last = batch.stop == len(self._lengths)
                 cursor = Cursor(seed, epoch + is_last, 0 if is_last else batch.stop, self._start.snapshot)
@@ -274,7 +298,7 @@ class TokenBatches(IterableDataset[GlobalBatch]):
         return replace(slot, final_rows=int(np.searchsorted(reader.final_rows(index), slot.tokens)))
 
     def _check(self) -> None:
-        if not 0 <= self.rank < self.world_size:
+        if not 0 <= (self.rank or 0) < self.world_size:
             raise ConfigError(f"rank {self.rank} is outside 0…{self.world_size - 1}", kind=Kind.PACK_INVALID)
         if min(self._pack_tokens, self.batch_tokens) < 1:
             raise ConfigError(

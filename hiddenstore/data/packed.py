@@ -51,7 +51,7 @@ class Buffers:
         """uint8 [size] that starts on a page; one thread at a time may ask."""
         if self.pinned:
             self.taken += size
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         memory = self._reused(size)
         if memory is None:
             memory = _pages(size)
@@ -84,11 +84,20 @@ def room_bytes(members: Members) -> int:
 
 
 def carve(flat: Tensor, members: Members) -> dict[str, Tensor]:
-    """Tensors of the given shapes over one flat uint8 tensor, each at a multiple of 64 bytes."""
+    """Tensors of the given shapes over one flat uint8 tensor, each at a multiple of 64 bytes.
+
+    Each has a storage of its own, or ``torch.save`` would refuse them, and write all of ``flat`` with any one; but on
+    pinned memory, of which torch's allocator has to recognise what is copied to the device."""
+    memory = None if flat.is_cuda or flat.is_pinned() else flat.numpy()
     tensors, start = {}, 0
     for name, (shape, dtype) in members.items():
         size = _size(shape, dtype)
-        values = flat[start : start + size].view(dtype)
+        if not size:
+            values = flat.new_empty(shape, dtype=dtype)
+        elif memory is None:
+            values = flat[start : start + size].view(dtype)
+        else:
+            values = torch.frombuffer(memory, dtype=dtype, count=size // dtype.itemsize, offset=start)
         tensors[name] = values if len(shape) == 1 else values.view(shape)
         start += _lines(size)
     return tensors
@@ -217,7 +226,7 @@ def moved_at_once(samples: Sequence[Mapping[str, np.ndarray]], device: torch.dev
         if array.dtype == np.uint16
     }
     members: Members = {name: (array.shape, torch.uint16) for name, array in moving.items()}
-    flat = torch.empty(room_bytes(members), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    flat = torch.empty(room_bytes(members), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     for name, tensor in carve(flat, members).items():
         tensor.copy_(torch.from_numpy(np.ascontiguousarray(moving[name])))
     moved = carve(flat.to(device, non_blocking=True), members)

@@ -421,7 +421,9 @@ class Prefetch(Generic[K]):
     def _start(self, pool: Threads, job: Job[K]) -> _Running[K]:
         packs, reads, before = [], [], self._buffers.taken
         for slots in job.packs:
-            pack, samples = self._filler.empty(slots, self._buffers), packed_samples(slots)
+            # What is made in inference mode can be filled in no thread that is not.
+            with torch.inference_mode(False):
+                pack, samples = self._filler.empty(slots, self._buffers), packed_samples(slots)
             token_bytes = room_bytes(self._filler.members(slots)) // max(1, sum(slot.tokens for slot in slots))
             small = [sample for sample in samples if sample.slot.tokens * token_bytes < SMALL_BYTES]
             if len(small) > 1:

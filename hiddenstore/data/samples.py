@@ -63,7 +63,7 @@ def pack(records: Sequence[Record]) -> PackedBatch:
         input_ids=torch.from_numpy(np.concatenate([r.sample.input_ids for r in records]).astype(np.int64)),
         loss_mask=torch.from_numpy(np.concatenate([r.sample.loss_mask for r in records]) != 0),
         positions=torch.from_numpy(np.concatenate(places)),
-        document=torch.repeat_interleave(torch.arange(len(records)), torch.tensor(lengths)),
+        document=torch.from_numpy(np.repeat(np.arange(len(records)), lengths)),
         aux=torch.cat([record.aux for record in records], dim=1),
         final=torch.cat([record.final for record in records]),
         final_rows=torch.from_numpy(np.concatenate(rows)),
@@ -77,14 +77,15 @@ def loader(
 ) -> DataLoader[Record]:
     """A ``DataLoader`` whose batches are a `PackedBatch` of ``batch_size`` samples.
 
-    Samples are shuffled in training unless ``shuffle`` says otherwise. Options of `SampleDataset` (layers, final, view)
-    go there, all others to ``DataLoader`` (num_workers, generator, drop_last, …). Raises ConfigError:
-    ``split-empty``."""
+    Samples are shuffled in training unless ``shuffle`` says otherwise; a ``batch_sampler`` takes the place of
+    ``batch_size`` and ``shuffle``. Options of `SampleDataset` (layers, final, view) go there, all others to
+    ``DataLoader`` (num_workers, generator, drop_last, …). Raises ConfigError: ``split-empty``."""
     reading = {name: options.pop(name) for name in ("layers", "final", "view") if name in options}
     dataset = SampleDataset(store, split, **reading)
     in_order = split != "train" if shuffle is None else not shuffle
     if options.get("num_workers") and store.fs.prefers_few_files:
         # A client of object storage has threads of its own, which a forked worker lacks.
         options.setdefault("multiprocessing_context", "spawn")
-    options = {"collate_fn": pack, **options}
-    return DataLoader(dataset, batch_size=batch_size, shuffle=not in_order and "sampler" not in options, **options)
+    if "batch_sampler" not in options:
+        options |= {"batch_size": batch_size, "shuffle": not in_order and "sampler" not in options}
+    return DataLoader(dataset, **{"collate_fn": pack, **options})

@@ -168,6 +168,10 @@ class PosixDisk:
         finally:
             os.close(handle)
 
+    def let_go(self) -> None:
+        """Close every read handle, once no thread reads from it."""
+        _HANDLES.close_all(self._owner)
+
     def free_bytes(self, path: str) -> int:
         """Bytes an unprivileged user can still write."""
         status = _disk_status(path)
@@ -249,7 +253,8 @@ class _ReadHandles:
             self._open.pop((owner, path), None)
 
     def close_all(self, owner: int) -> None:
-        """Close what a dead owner had open; a collection of garbage may call this while this thread has the lock."""
+        """Close what an owner has open that lets go or is dead; a collection of garbage may call this while this thread
+        has the lock."""
         self._gone.append(owner)
         if self._lock.acquire_at_once():
             try:

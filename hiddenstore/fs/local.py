@@ -118,6 +118,9 @@ class LocalFilesystem:
         with self._at(path) as full:
             self._disk.drop_cache(full)
 
+    def let_go(self) -> None:
+        self._disk.let_go()
+
     def sync_folder(self, path: str) -> None:
         with self._at(path) as full:
             self._sync_below(full)

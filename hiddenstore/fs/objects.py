@@ -141,6 +141,9 @@ class ObjectFilesystem:
     def drop_cache(self, path: str) -> None:
         self._forget(path)
 
+    def let_go(self) -> None:
+        """Nothing is open between reads but connections, which belong to the process."""
+
     def _forget(self, *paths: str) -> None:
         self._drops += 1
         for path in paths:

@@ -81,6 +81,9 @@ class Filesystem(Protocol):
     def drop_cache(self, path: str) -> None:
         """Let the next read of a file come from the storage itself, as far as it can be told to."""
 
+    def let_go(self) -> None:
+        """Close what is open between reads; what is read after that opens it again."""
+
     def sync_folder(self, path: str) -> None:
         """Make the names in a folder, in the folders below it and in its ancestors durable."""
 

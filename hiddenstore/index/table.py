@@ -3,6 +3,7 @@
 Shapes: N samples.
 """
 
+import operator
 import re
 from binascii import hexlify
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -60,7 +61,14 @@ class Ids(Sequence[str]):
     def __getitem__(self, key: int | slice) -> str | list[str]:
         if isinstance(key, slice):
             return self.texts(self.values[key])
-        return self.texts(self.values[[key]])[0]
+        try:
+            row = operator.index(key)
+        except TypeError:
+            raise TypeError(
+                f"one number or a slice names samples here, not {type(key).__name__}: take those of a list one by one, "
+                "as a DataLoader does with batch_sampler="
+            ) from None
+        return self.texts(self.values[[row]])[0]
 
     def __iter__(self) -> Iterator[str]:
         for start in range(0, len(self), 65_536):

@@ -18,7 +18,10 @@ from hiddenstore.codecs.affine import AffineCodec
 from hiddenstore.codecs.base import RAW_INDEX, Codec, EncodedLayers, MaskedCodec, bits_to_numpy
 from hiddenstore.codecs.compiled import cpu_kernels, in_blocks
 from hiddenstore.codecs.topk import pack_rows
-from hiddenstore.records import Record
+from hiddenstore.commit import SAMPLE_ID
+from hiddenstore.errors import ConfigError, Kind
+from hiddenstore.index.table import SPLITS
+from hiddenstore.records import Record, final_row_positions, mask_fault, spans_fault, tokens_fault
 from hiddenstore.segments.base import EncodedUnit
 from hiddenstore.segments.prefixes import Parts, with_one_prefix
 from schemas import FINAL, CaptureSpec, LayerStats, SampleEntry, field_name
@@ -47,9 +50,14 @@ def encode_records(
     once.
 
     The codes of ``bf16`` and ``lossless`` may be views of the records: their memory must not change before they are
-    written. Raises ValueError: a record's shapes or types are not those of the capture."""
+    written. Raises ConfigError: ``record-invalid``: a record is not what capture and format allow, or a sample is there
+    twice."""
     for record in records:
         _check_record(record, capture)
+    ids = [record.sample.id for record in records]
+    if len(set(ids)) < len(ids):
+        twice = next(name for name in ids if ids.count(name) > 1)
+        raise ConfigError(f"sample {twice} is in unit {unit} twice", kind=Kind.RECORD_INVALID)
     stats: dict[str, LayerStats] = {}
     width = capture.target.hidden_size
     slots = [capture.aux_layers.index(layer) for layer in capture.stored_layers]
@@ -232,8 +240,16 @@ def _encode(codec: Codec, options: Mapping[str, Any], fields: _Fields, stats: di
 
 
 def _check_record(record: Record, capture: CaptureSpec) -> None:
+    fault = _states_fault(record, capture) or _sample_fault(record, capture)
+    if fault is not None:
+        raise ConfigError(f"sample {record.sample.id}: {fault}", kind=Kind.RECORD_INVALID)
+
+
+def _states_fault(record: Record, capture: CaptureSpec) -> str | None:
+    """What is wrong with the shapes and types of a record, in words, or None."""
     sample, width, positions = record.sample, capture.target.hidden_size, record.final_rows
     shapes = {
+        "input_ids": (sample.input_ids.shape, (sample.tokens,)),
         "loss_mask": (sample.loss_mask.shape, (sample.tokens,)),
         "spans": (sample.spans.shape, (len(sample.spans), 3)),
         "aux": (tuple(record.aux.shape), (len(capture.aux_layers), sample.tokens, width)),
@@ -244,15 +260,36 @@ def _check_record(record: Record, capture: CaptureSpec) -> None:
         shapes["top tokens"] = (topk_shape, (len(positions), capture.topk))
     for name, (shape, expected) in shapes.items():
         if shape != expected:
-            raise ValueError(f"sample {sample.id}: {name} has shape {list(shape)}, expected {list(expected)}")
+            return f"{name} has shape {list(shape)}, expected {list(expected)}"
     for name, states in (("aux", record.aux), ("final", record.final)):
         if states.dtype != torch.bfloat16:
-            raise ValueError(f"sample {sample.id}: {name} is {states.dtype}, expected torch.bfloat16")
-    if not len(positions):
-        return
-    inside = positions[0] >= 0 and positions[-1] < sample.tokens
-    if capture.final == "none" or not inside or (np.diff(positions) <= 0).any():
-        raise ValueError(f"sample {sample.id}: final_rows are not ascending positions of {sample.tokens} tokens")
+            return f"{name} is {states.dtype}, expected torch.bfloat16"
+    return None
+
+
+def _sample_fault(record: Record, capture: CaptureSpec) -> str | None:
+    """What readers would refuse of a sample that is stored like that, in words, or None."""
+    sample, named = record.sample, ("input_ids", "loss_mask", "spans", "final_rows")
+    arrays = sample.input_ids, sample.loss_mask, sample.spans, record.final_rows
+    ids, mask, spans, rows = (np.asarray(array) for array in arrays)
+    if not SAMPLE_ID.fullmatch(sample.id):
+        return "its id is not 1 to 64 letters, digits, - and _"
+    if sample.split not in SPLITS:
+        return f"its split is {sample.split!r}, expected one of {', '.join(SPLITS)}"
+    if not sample.tokens:
+        return "it has no token"
+    for name, array in zip(named, (ids, mask, spans, rows), strict=True):
+        if len(array) and array.dtype.kind not in "biu":
+            return f"{name} is {array.dtype}, expected whole numbers"
+    faults = tokens_fault(ids, capture.target.vocab_size), mask_fault(mask, None), spans_fault(spans, sample.tokens)
+    for name, fault in zip(named, faults, strict=False):
+        if fault is not None:
+            return f"{name} is not what the format allows: {fault}"
+    expected = final_row_positions(mask, capture.final)
+    if np.array_equal(rows, expected):
+        return None
+    texts = [f"{array[:4].tolist()} … ({len(array)})" for array in (rows, expected)]
+    return f"final_rows is {texts[0]}, expected final_row_positions(loss_mask, {capture.final!r}) = {texts[1]}"
 
 
 def _sample_entries(records: Sequence[Record]) -> Iterator[SampleEntry]:

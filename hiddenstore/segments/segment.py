@@ -321,8 +321,9 @@ def _records_of(parts: Sequence[Part]) -> Iterator[Record]:
     lengths, rows = (np.concatenate(column) for column in zip(*(r.lengths(part) for r, part in parts), strict=True))
     if len(lengths) > 1:
         width, layers = first.capture.target.hidden_size, len(first.capture.aux_layers)
-        aux = torch.empty((layers, int(lengths.sum()), width), dtype=torch.bfloat16)
-        final = torch.empty((int(rows.sum()) * first.capture.holds_final_hidden, width), dtype=torch.bfloat16)
+        aux = torch.empty((layers, int(lengths.sum()), width), dtype=torch.bfloat16, device="cpu")
+        final_rows = int(rows.sum()) * first.capture.holds_final_hidden
+        final = torch.empty((final_rows, width), dtype=torch.bfloat16, device="cpu")
         many = read_together(parts, aux, final)
         if many is not None:
             yield from _cut(parts, many, aux, final)

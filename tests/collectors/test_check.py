@@ -1,12 +1,16 @@
 """Each sickness of captured states has its own reject reason; healthy states have none."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from collectors.checks.capture import CheckSpec, RejectBudget, check_unit
 from collectors.engines import Captured, CaptureRequest, EngineOptions
+from collectors.engines.assembly import capture_samples, records_of
 from collectors.engines.hf import HfEngine
 from collectors.targets.load import LoadedTarget
 from hiddenstore.errors import CaptureError
@@ -142,6 +146,44 @@ def test_an_engine_that_ran_other_tokens_stops_the_run(
     with pytest.raises(CaptureError) as caught:
         check_unit(samples, other, rows, target.head, spec)
     assert caught.value.kind == "engine-tokens"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda whole: {"aux": whole.aux.float()}, r"aux states .* of torch.float32, expected .* of torch.bfloat16"),
+        (lambda whole: {"final": whole.final.half()}, r"final states .* of torch.float16"),
+        (lambda whole: {"aux": whole.aux[..., :-1]}, r"aux states \[3, \d+, 63\] .*, expected \[3, \d+, 64\]"),
+        (lambda whole: {"final": whole.final[:, :-1]}, r"final states \[\d+, 63\]"),
+        (lambda whole: {"aux": whole.aux[:, :, None]}, r"aux states \[3, \d+, 1, 64\]"),
+    ],
+)
+def test_states_of_another_type_or_width_stop_the_run(
+    target: LoadedTarget,
+    samples: list[Sample],
+    captured: Captured,
+    rows: list[np.ndarray],
+    spec: CheckSpec,
+    change: Callable[[Captured], dict[str, Any]],
+    said: str,
+) -> None:
+    with pytest.raises(CaptureError, match=said) as caught:
+        check_unit(samples, replace(captured, **change(captured)), rows, target.head, spec)
+    assert caught.value.kind == "engine-shape"
+
+
+def test_states_that_still_know_how_they_were_made_are_taken_as_they_are(
+    target: LoadedTarget, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = HfEngine(target, EngineOptions(LAYERS, 256))
+    usual = capture_samples(engine, samples, "all", lambda: False)
+    whole = replace(usual.captured, aux=usual.captured.aux.clone().requires_grad_(), final=usual.captured.final.clone())
+    monkeypatch.setattr(engine, "capture", lambda *_: whole)
+    for one, other in zip(
+        records_of(capture_samples(engine, samples, "all", lambda: False), "all"), records_of(usual, "all"), strict=True
+    ):
+        assert not one.aux.requires_grad
+        assert torch.equal(one.aux, other.aux)
 
 
 def rejects(count: int, reason: str = "non-finite") -> list[Reject]:

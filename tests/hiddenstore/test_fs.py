@@ -200,6 +200,19 @@ def test_read_handles_stay_few_whatever_is_read(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before + 1
 
 
+def test_a_filesystem_that_let_go_holds_no_handle_and_reads_on(tmp_path: Path) -> None:
+    fs, other = LocalFilesystem(tmp_path), LocalFilesystem(tmp_path)
+    for number in range(20):
+        write(fs, f"f{number}", b"x")
+    before = len(os.listdir("/proc/self/fd"))
+    assert other.read_range("f0", 0, 1) == b"x"
+    for _ in range(2):
+        assert all(fs.read_range(f"f{number}", 0, 1) == b"x" for number in range(20))
+        assert len(os.listdir("/proc/self/fd")) == before + 21
+        fs.let_go()
+        assert len(os.listdir("/proc/self/fd")) == before + 1
+
+
 def test_many_threads_read_one_file(tmp_path: Path) -> None:
     fs = LocalFilesystem(tmp_path)
     names = [f"f{number}" for number in range(100)]

@@ -1,5 +1,6 @@
 """docs/python.md as a person types it, and what it leaves to the reader."""
 
+import os
 import re
 import runpy
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import hiddenstore
 from hiddenstore.data import SampleDataset, SampleView, TokenBatches, loader, pack
@@ -73,12 +74,21 @@ def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     assert error.value.kind == "target-unreadable"
 
 
+def files_open_below(path: str) -> int:
+    links = Path("/proc/self/fd")
+    return sum(os.readlink(links / name).startswith(path) for name in os.listdir(links) if (links / name).is_symlink())
+
+
 def test_a_closed_store_lets_go_of_its_units_and_can_be_read_again(store: Store) -> None:
     with hiddenstore.open(store.path) as opened:
         before = opened[0]
         assert opened._readers
     assert not opened._readers
+    assert files_open_below(store.path) == 0
     assert torch.equal(opened[0].aux, before.aux)
+    assert files_open_below(store.path) > 0
+    opened.close()
+    assert files_open_below(store.path) == 0
 
 
 def test_the_packs_of_the_loader_are_those_of_the_packed_reader(store: Store) -> None:
@@ -102,6 +112,27 @@ def test_every_sample_of_a_split_comes_once_an_epoch_and_training_is_shuffled(st
     assert orders[0] != orders[1]
     held_out = [sample_id for one in loader(store, "validation", batch_size=3) for sample_id in one.sample_ids]
     assert held_out == [entry.id for _, entry in store.entries if entry.split == "validation"]
+
+
+def test_a_batch_sampler_chooses_the_samples_of_each_batch(store: Store) -> None:
+    train = SampleDataset(store)
+    batches = BatchSampler(SequentialSampler(train), 3, drop_last=False)
+    packs = [list(one.sample_ids) for one in loader(store, batch_sampler=batches)]
+    assert packs == [train.sample_ids[start : start + 3] for start in range(0, len(train), 3)]
+
+
+def test_a_list_of_numbers_is_no_sample(store: Store) -> None:
+    train = SampleDataset(store)
+    lists = DataLoader(train, sampler=BatchSampler(SequentialSampler(train), 4, False), batch_size=None)
+    with pytest.raises(TypeError, match=r"not list: take those of a list one by one.* batch_sampler="):
+        next(iter(lists))
+    for several in ([3, 1], np.array([3, 1]), np.arange(len(store)) > 4, (3,), 3.0):
+        with pytest.raises(TypeError, match=f"one number or a slice .* not {type(several).__name__}:"):
+            store.sample_ids[several]  # type: ignore[call-overload]
+        with pytest.raises(TypeError, match=type(several).__name__):
+            store[several]  # type: ignore[call-overload]
+    for one in (np.int64(3), torch.tensor(3), np.array(3)):
+        assert store[one].sample.id == store.sample_ids[one] == store.sample_ids[3]  # type: ignore[call-overload, comparison-overlap]
 
 
 def test_a_split_without_samples_is_refused(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """Writing: creation, races between attempts, and what a failure leaves."""
 
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,10 +14,12 @@ from hiddenstore import writer
 from hiddenstore.errors import ConfigError, ConflictError, Kind, StorageError
 from hiddenstore.files import layout
 from hiddenstore.fs.local import LocalFilesystem
+from hiddenstore.records import Record
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import (
     ENGINE,
     HEAD,
+    VOCAB,
     capture_spec,
     make_store,
     memory_input,
@@ -237,6 +242,78 @@ def test_a_unit_written_twice_has_the_same_bytes_apart_from_its_attempt() -> Non
     assert second is not None
     assert first.segment != second.segment
     assert fingerprint(one.fs) == fingerprint(other.fs)
+
+
+def test_a_unit_of_records_that_a_generator_gives_holds_all_of_them() -> None:
+    store, listed = empty_store(), empty_store()
+    records = random_records(UNITS[0].samples, CAPTURE)
+    given = (record for record in records)
+    record = write_unit(store, UNITS[0].name, PREPARED.info.digest, given, (), ENGINE)
+    assert record is not None
+    assert [entry.id for entry in record.samples] == [sample.id for sample in UNITS[0].samples]
+    write(listed)
+    assert fingerprint(store.fs) == fingerprint(listed.fs)
+
+
+def of_sample(**changes: object) -> Callable[[Record], Record]:
+    return lambda record: replace(record, sample=replace(record.sample, **changes))  # type: ignore[arg-type]
+
+
+FORBIDDEN: dict[str, Callable[[Record], Record]] = {
+    r"input_ids is not what the format allows: token 64 is outside": of_sample(input_ids=np.full(36, VOCAB)),
+    r"token 4294967301 is outside": of_sample(input_ids=np.full(36, 2**32 + 5)),
+    r"input_ids is float32, expected whole numbers": of_sample(input_ids=np.zeros(36, np.float32)),
+    r"input_ids has shape \[36, 1\], expected \[36\]": of_sample(input_ids=np.zeros((36, 1), np.int32)),
+    r"loss_mask is not what the format allows: it is not of zeros and ones": of_sample(loss_mask=np.full(36, 255)),
+    r"mask.*: it is not of zeros and ones": of_sample(loss_mask=np.full(36, -1)),
+    r"loss_mask is float64, expected whole numbers": of_sample(loss_mask=np.full(36, 0.5)),
+    r"turn \[1, 0, 37\] \(role, start, end\) is none of 36 tokens": of_sample(spans=np.array([[1, 0, 37]])),
+    r"turn \[9, 0, 4\]": of_sample(spans=np.array([[9, 0, 4]])),
+    r"its split is 'val', expected one of train, validation": of_sample(split="val"),
+    r"its split is 'test'": of_sample(split="test"),
+    r"sample a/b: its id is not": of_sample(id="a/b"),
+    r"final_rows is \[21, 22\] … \(2\), expected final_row_positions\(.*\) = \[21, 22, 23": lambda record: replace(
+        record, final_rows=record.final_rows[:2], final=record.final[:2]
+    ),
+    r"it has no token": lambda record: replace(
+        of_sample(input_ids=np.zeros(0, np.int32), loss_mask=np.zeros(0, np.uint8))(record), aux=record.aux[:, :0]
+    ),
+}
+
+
+@pytest.mark.parametrize("message", FORBIDDEN)
+def test_what_readers_would_refuse_is_refused_before_anything_is_written(message: str) -> None:
+    store = empty_store()
+    before = store.fs.disk.files()  # type: ignore[attr-defined]
+    first, *others = random_records(UNITS[0].samples, CAPTURE)
+    assert first.sample.tokens == 36
+    with pytest.raises(ConfigError, match=message) as caught:
+        write_unit(store, UNITS[0].name, PREPARED.info.digest, [FORBIDDEN[message](first), *others], (), ENGINE)
+    assert caught.value.kind == "record-invalid"
+    assert store.fs.disk.files() == before  # type: ignore[attr-defined]
+
+
+def test_a_unit_with_a_sample_twice_or_of_no_input_is_refused_before_anything_is_written() -> None:
+    store = empty_store()
+    before = store.fs.disk.files()  # type: ignore[attr-defined]
+    records = random_records(UNITS[0].samples, CAPTURE)
+    with pytest.raises(ConfigError, match=f"sample {records[0].sample.id} is in unit twice twice"):
+        write_unit(store, "twice", PREPARED.info.digest, [*records, records[0]], (), ENGINE)
+    with pytest.raises(ConfigError, match=r"'mine.parquet' cannot be a input digest") as caught:
+        write_unit(store, "mine", "mine", records, (), ENGINE)
+    assert caught.value.kind == "name-invalid"
+    assert store.fs.disk.files() == before  # type: ignore[attr-defined]
+
+
+def test_whole_numbers_of_any_type_are_stored_as_those_of_the_format() -> None:
+    store, usual = empty_store(), empty_store()
+    records = random_records(UNITS[0].samples, CAPTURE)
+    wide = [
+        of_sample(input_ids=r.sample.input_ids.astype(np.int64), loss_mask=r.sample.loss_mask != 0)(r) for r in records
+    ]
+    write_unit(store, UNITS[0].name, PREPARED.info.digest, wide, (), ENGINE)
+    write(usual)
+    assert fingerprint(store.fs) == fingerprint(usual.fs)
 
 
 def test_the_order_of_publishing_is_segment_then_record() -> None:

@@ -11,7 +11,7 @@ from schemas import HeadSpec
 from tests.trainer.conftest import VOCAB, WIDTH, drafter_config, make_batch
 from trainer.drafters.base import START_NATS, quiet_scale
 from trainer.drafters.dflash import BlockLoss, BlockObjective, DFlash, DFlashConfig
-from trainer.drafters.eagle3 import Eagle3, TttLoss, TttObjective
+from trainer.drafters.eagle3 import FC_START, Eagle3, TttLoss, TttObjective
 from trainer.losses.teacher import TargetInterface, Teacher
 from trainer.vocab import DraftVocab
 
@@ -64,3 +64,21 @@ def test_a_quiet_head_stays_as_it_is_and_a_loud_one_is_looked_at_in_part() -> No
     scale = quiet_scale(norm, rows)
     logits = torch.randn(4000, WIDTH) @ (rows * scale).T
     assert float(logits.var()) == pytest.approx(2 * START_NATS, rel=0.1)
+
+
+def test_a_fresh_drafter_is_a_function_of_its_seed_and_leaves_every_generator_as_it_was(
+    target: TargetInterface, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    before = torch.get_rng_state()
+    built = [Eagle3.build(drafter_config(), target.head, target.vocab, seed=seed) for seed in (7, 7, 8)]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert seeds == []
+    one, again, other = (model.state_dict() for model in built)
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    assert not torch.equal(one["fc.weight"], other["fc.weight"])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        usual = Eagle3(drafter_config(), WIDTH, VOCAB, VOCAB)
+    assert torch.equal(one["fc.weight"], usual.fc.weight * FC_START)

@@ -108,6 +108,45 @@ def test_ranks_that_opened_a_growing_store_at_different_moments_are_refused(tmp_
     TokenBatches(Store.open(earlier), batch_tokens=64, rank=1, world_size=2).require_one_order()
 
 
+SHARES: dict[str, tuple[str, Callable[[int], dict[str, int]]]] = {
+    "each its own": ("same", lambda rank: {"rank": rank, "world_size": 4}),
+    "two to a sequence": ("same", lambda rank: {"rank": rank // 2, "world_size": 2}),
+    "all of one sequence": ("same", lambda rank: {"rank": 0}),
+    "none": ("ranks-differ", lambda rank: {}),
+    "how many alone": ("ranks-differ", lambda rank: {"world_size": 4}),
+    "one twice as often": ("ranks-differ", lambda rank: {"rank": rank % 3, "world_size": 3}),
+    "three of one": ("ranks-differ", lambda rank: {"rank": min(rank, 1), "world_size": 2}),
+}
+
+
+def sharing(store: str, port: int) -> None:
+    """A rank of a loop of somebody's own: whether all ranks together read equal shares, for each way to name them."""
+    rank = int(os.environ["RANK"])
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4)
+    for _, named in SHARES.values():
+        batches = TokenBatches(Store.open(store), batch_tokens=64, **named(rank))  # type: ignore[arg-type]
+        try:
+            batches.require_one_order()
+            sys.stdout.write("same\n")
+        except ConflictError as error:
+            sys.stdout.write(f"{error.kind} {error.message} {error.hint}\n")
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_that_would_read_the_same_samples_are_refused(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    store = str(make_store(tmp_path, samples=8).path)
+    codes, outs, errors = ended([Forked(sharing, store, port, RANK=str(rank)) for rank in range(4)])
+    assert codes == [0, 0, 0, 0], errors
+    for out in outs:
+        said = dict(zip(SHARES, out.splitlines(), strict=True))
+        assert {name: line.split()[0] for name, line in said.items()} == {
+            name: one for name, (one, _) in SHARES.items()
+        }
+        assert "they name none, none, none, none of world_size=1" in said["none"]
+        assert "rank=distributed.get_rank()" in said["none"]
+
+
 def test_a_start_that_is_refused_ends_both_ranks(tmp_path: Path) -> None:
     store = tiny_store(tmp_path)
     codes, _, said = ended(start_two(store.path, "-o", str(tmp_path / "run"), "--target", str(tmp_path / "nowhere")))

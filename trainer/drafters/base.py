@@ -55,9 +55,10 @@ class Drafter(nn.Module):
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw fresh weights from ``seed`` alone; the generator of the process stays as it was."""
+    """Draw fresh weights on the CPU from ``seed`` alone; the generators of the process stay as they were."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        # torch.manual_seed would seed those of every GPU too.
+        torch.default_generator.manual_seed(seed)
         yield
 
 

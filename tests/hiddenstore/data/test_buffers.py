@@ -26,6 +26,20 @@ def test_memory_comes_back_once_the_last_tensor_over_it_is_gone() -> None:
     assert buffers.take(900).data_ptr() == address
 
 
+def test_memory_comes_back_once_the_last_carved_tensor_is_gone() -> None:
+    buffers, members = Buffers(1 << 20), {"ids": ((9,), torch.int64), "flags": ((9,), torch.bool)}
+    tensors = carve(buffers.take(room_bytes(members)), members)
+    address, flags = tensors["ids"].data_ptr(), tensors.pop("flags").view(3, 3)
+    del tensors
+    gc.collect()
+    other = buffers.take(room_bytes(members))
+    assert other.data_ptr() != address
+    assert flags.untyped_storage().nbytes() == 9
+    del flags
+    gc.collect()
+    assert buffers.take(room_bytes(members)).data_ptr() == address
+
+
 def test_memory_that_does_not_fit_the_limit_is_let_go() -> None:
     buffers = Buffers(10 * PAGE_BYTES)
     small = [buffers.take(PAGE_BYTES) for _ in range(3)]

@@ -8,6 +8,7 @@ import torch
 from hiddenstore.codecs import get_codec
 from hiddenstore.codecs.base import Encoded
 from hiddenstore.codecs.recipes import RECIPES
+from hiddenstore.data import SampleDataset, SampleView, TokenBatches, batches, pack
 from hiddenstore.data.packed import Buffers, PackedBatch, moved_at_once
 from hiddenstore.data.read import (
     DecodedFiller,
@@ -74,6 +75,48 @@ def test_both_kinds_of_pack_hold_the_bits_of_single_records(tmp_path: Path, reci
             assert torch.equal(found.topk.ids, torch.cat([part.ids for part in topk if part is not None]))
             assert torch.equal(found.topk.log_probs, torch.cat([part.log_probs for part in topk if part is not None]))
             assert torch.equal(found.topk.lse, torch.cat([part.lse for part in topk if part is not None]))
+
+
+@pytest.mark.parametrize("filler", ["DecodedFiller", "EncodedFiller"])
+@pytest.mark.parametrize("recipe", [*STORED, "rebuilt"])
+def test_a_loop_in_inference_mode_reads_what_any_other_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, filler: str
+) -> None:
+    monkeypatch.setattr(batches, "DecodedFiller", getattr(batches, filler))
+    store = make_store(tmp_path, samples=7, codec=recipe)
+    for view in (SampleView(), SampleView(max_tokens=12)):
+        reader = TokenBatches(store, batch_tokens=128, epochs=1, view=view)
+        wanted = [pack for batch in reader for pack in batch.packs]
+        with torch.inference_mode():
+            found = [pack for batch in reader for pack in batch.packs]
+        assert len(found) == len(wanted) > 1 or view.max_tokens
+        for one, other in zip(found, wanted, strict=True):
+            assert all(same_bits(getattr(one, name), getattr(other, name)) for name in TENSORS)
+
+
+@pytest.mark.parametrize("recipe", [*STORED, "rebuilt"])
+def test_what_is_read_lies_on_the_cpu_whatever_the_default_device(tmp_path: Path, recipe: str) -> None:
+    store = make_store(tmp_path, samples=7, codec=recipe)
+    wanted = pack(list(SampleDataset(store)))
+    with torch.device("meta"):
+        records = [store[0], *store]
+        found = pack(list(SampleDataset(store)))
+        (batch,) = TokenBatches(store, batch_tokens=1000, epochs=1)
+    assert {(record.aux.device.type, record.final.device.type) for record in records} == {("cpu", "cpu")}
+    assert all(same_bits(getattr(found, name), getattr(wanted, name)) for name in TENSORS)
+    assert all(getattr(batch.packs[0], name).device.type == "cpu" for name in TENSORS)
+
+
+@pytest.mark.parametrize("codec", ["q8", "tiny"])
+def test_a_pack_is_saved_and_loaded_and_a_part_of_it_alone(tmp_path: Path, codec: str) -> None:
+    store, file = make_store(tmp_path, samples=7, codec=codec), tmp_path / "pack.pt"
+    pack = filled(DecodedFiller, store, [1, 3])
+    torch.save(pack, file)
+    loaded = torch.load(file, weights_only=False)
+    assert all(same_bits(getattr(loaded, name), getattr(pack, name)) for name in TENSORS)
+    torch.save({"ids": pack.input_ids, "flags": pack.loss_mask}, file)
+    assert torch.equal(torch.load(file)["ids"], pack.input_ids)
+    assert file.stat().st_size < 9 * pack.tokens + 2000
 
 
 @pytest.mark.parametrize("kind", [DecodedFiller, EncodedFiller])
