@@ -166,7 +166,8 @@ test-cuda: install
 ON_457 := adapter answer_attention answer_ends calibrate check collect_commands collect_rebuilt crosscheck engine_trtllm \
 	families images job prepare regenerate target target_files template template_date thoughts
 test-transformers-457: $(VENV)-transformers457/.installed
-	$(IN_MEMORY) OMP_NUM_THREADS=1 $(VENV)-transformers457/bin/python -m pytest -q -n 2 --dist loadfile $(ON_457:%=tests/collectors/test_%.py)
+	$(IN_MEMORY) OMP_NUM_THREADS=1 $(VENV)-transformers457/bin/python -m pytest -q -n 2 --dist loadfile $(ON_457:%=tests/collectors/test_%.py) \
+		tests/hiddenstore/test_gguf.py::test_a_bf16_file_is_the_checkpoint_it_was_written_from
 
 $(VENV)-transformers457/.installed: $(VENV)/.installed
 	$(PYTHON) -m venv $(VENV)-transformers457

@@ -152,9 +152,8 @@ def _without_absent(value: Any, feature: Any) -> Any:
 
 def _load(split: HubSplit) -> Any:
     import datasets
-    from httpx2 import HTTPError
 
-    from hiddenstore.servers.hub_session import bound_hub_requests
+    from hiddenstore.servers.hub_session import bound_hub_requests, http_errors
 
     bound_hub_requests()
     name = split.name
@@ -169,7 +168,7 @@ def _load(split: HubSplit) -> Any:
         ) from error
     except (ConfigError, NotFoundError):
         raise  # They are ValueError and KeyError too.
-    except (ConnectionError, HTTPError) as error:
+    except http_errors(ConnectionError) as error:
         raise StorageError(
             f"dataset {name} is not on this machine and its hub cannot be reached: {first_line(error)}",
             kind=Kind.DATASET_UNREACHABLE,
@@ -211,9 +210,8 @@ def _only_split(names: list[str], dataset: str) -> str:
 def _json_files(split: HubSplit, split_name: str) -> list[Path]:
     """The JSON files of a split, on this machine; none where it has others, or where something is wrong with it."""
     import datasets
-    from httpx2 import HTTPError
 
-    from hiddenstore.servers.hub_session import bound_hub_requests
+    from hiddenstore.servers.hub_session import bound_hub_requests, http_errors
 
     if is_saved_dataset(Path(split.name)):
         return []
@@ -224,7 +222,7 @@ def _json_files(split: HubSplit, split_name: str) -> list[Path]:
         if not all(file.endswith(_JSON) for file in files):
             return []
         return [Path(file) for file in datasets.DownloadManager().download(files)]
-    except (HTTPError, OSError, ValueError, KeyError, datasets.exceptions.DatasetsError):
+    except http_errors(OSError, ValueError, KeyError, datasets.exceptions.DatasetsError):
         return []  # The table reader meets the same fault and says what it is.
 
 

@@ -18,6 +18,7 @@ from collectors.regenerate.attention import newest_token
 from collectors.regenerate.rewrite import Beat
 from collectors.targets.load import LoadedTarget
 from hiddenstore.targets.attention import any_length
+from hiddenstore.targets.families import on_top_of
 
 # Compacting copies the cache once; below this share of running rows it pays for itself within a few steps.
 COMPACT_BELOW = 0.75
@@ -221,10 +222,9 @@ class _Batch:
 
     def _hidden(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache) -> Tensor:
         """The final hidden [B, T, D]."""
+        backbone = self._target.parts.backbone
         with any_length():
-            output = self._target.parts.backbone(
-                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-            )
+            output = backbone(input_ids=ids, attention_mask=mask, position_ids=positions, **on_top_of(cache, backbone))
         states: Tensor = output.last_hidden_state
         return states
 

@@ -7,6 +7,7 @@ deadline cancels whatever the server does: ``START_S`` from the first packet on,
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import suppress
@@ -33,7 +34,7 @@ _CLOSE_S = 2.0
 
 def bound_hub_requests() -> None:
     """From here on every request of ``huggingface_hub`` in this process ends. Its hooks stay; a client that somebody
-    else set is replaced. Releases of it with another HTTP library (before 1.0: requests) are left as they are."""
+    else set is replaced. Releases of it on another HTTP library (before 2.0: httpx, requests) are left as they are."""
     import huggingface_hub
 
     if not hasattr(huggingface_hub, "set_client_factory"):
@@ -45,6 +46,12 @@ def bound_hub_requests() -> None:
     huggingface_hub.set_client_factory(
         lambda: _HubClient(event_hooks=hooks, follow_redirects=redirects, timeout=timeout, transport=_Transport())
     )
+
+
+def http_errors(*others: type[Exception], name: str = "HTTPError") -> tuple[type[Exception], ...]:
+    """``others``, and the errors of this name that the hub's client may raise, by its HTTP library; those of requests
+    are OSErrors."""
+    return (*others, *(getattr(sys.modules[at], name) for at in ("httpx2", "httpx") if at in sys.modules))
 
 
 class _HubClient(Client):

@@ -173,14 +173,14 @@ class HubRemote:
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        from httpx2 import HTTPError
+        from hiddenstore.servers.hub_session import http_errors
 
         try:
             yield
         except HiddenstoreError:
             raise
         # The hub's client wraps what failed in errors of many kinds, and stumbles over answers of another shape.
-        except (HTTPError, OSError, RuntimeError, ValueError, LookupError, TypeError) as error:
+        except http_errors(OSError, RuntimeError, ValueError, LookupError, TypeError) as error:
             if isinstance(error, OSError) and error.filename:
                 raise storage_error(error, str(error.filename)) from error
             raise _refusal(self.address, error, self._api.endpoint) from None
@@ -188,15 +188,16 @@ class HubRemote:
 
 def _refusal(address: str, error: BaseException, endpoint: str) -> HiddenstoreError:
     """What the hub's client raised, without the addresses it asked and the token it sent."""
-    from httpx2 import TimeoutException
     from huggingface_hub import get_token
+
+    from hiddenstore.servers.hub_session import http_errors
 
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
     response = next((answer for cause in causes if (answer := getattr(cause, "response", None)) is not None), None)
     names = [type(cause).__name__ for cause in causes]
-    late = next((cause for cause in causes if isinstance(cause, TimeoutException)), None)
+    late = next((cause for cause in causes if isinstance(cause, http_errors(name="TimeoutException"))), None)
     if response is None and late is not None:
         words = f"{address}: {late or type(late).__name__}"
         return StorageError(words, kind=Kind.SERVER_TIMEOUT, hint="the same command goes on where it stopped")

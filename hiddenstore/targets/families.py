@@ -7,6 +7,7 @@ store.
 Shapes: T tokens, D target width, V target vocabulary.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -130,6 +131,13 @@ def _run_on_text(blocks: nn.ModuleList, config: Any) -> list[nn.Module]:
         if 0 < index < len(running):
             running[index] = running[index - 1]
     return running
+
+
+def on_top_of(cache: Any, model: nn.Module) -> dict[str, Any]:
+    """The arguments by which a forward of ``model`` reads transformers' ``cache`` and adds to it: from 5.24 on the
+    first has another name, and a warning by its old one."""
+    names = inspect.signature(type(model).forward).parameters
+    return {"cache" if "cache" in names else "past_key_values": cache, "use_cache": True}
 
 
 def head_names(model_type: str) -> dict[str, str]:

@@ -24,6 +24,7 @@ from hiddenstore.files.documents import foreign_json
 from hiddenstore.servers import flag_value
 from hiddenstore.targets.gguf import RECORD_FILE, target_folder
 from hiddenstore.targets.identity import chat_template_sha256, config_sha256, tokenizer_rules_sha256, tokenizer_sha256
+from hiddenstore.targets.rope import require_rope_read
 from schemas.capture import TargetIdentity
 
 if TYPE_CHECKING:
@@ -323,6 +324,7 @@ def open_target(
         what = name if path.exists() else f"{name}, which is no folder here"
         reason = _foreign(path, CONFIG_FILE) or first_line(error)
         raise ConfigError(f"cannot read the config of target {what}: {reason}", kind=Kind.TARGET_UNREADABLE) from error
+    require_rope_read(name, raw, config.get_text_config(decoder=True))
     tokenizer = _tokenizer(name, trust_remote_code, where)
     if template is not None:
         tokenizer.chat_template = template

@@ -32,7 +32,7 @@ RECORD_FILE = "gguf.json"
 """What a converted folder says of its origin: file, digest, and tensors by their form of quantisation."""
 _OF_BYTES = "gpt2"
 """What llama.cpp calls vocabularies of bytes and their merges."""
-_CONVERSION = 3
+_CONVERSION = 4
 """Counts up with what a conversion writes, so that older ones in the cache are not taken for it."""
 _BLOCK, _BLOCKS = 4096, 16
 _MOST_NAMED = 4
@@ -289,6 +289,11 @@ def _tokenizer(path: Path, reader: "GGUFReader", split: str | None, beside: Path
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+        # transformers 4.57 gives the end the name of the begin.
+        tokens = _field(reader, "tokenizer.ggml.tokens", [])
+        for end in ("bos", "eos"):
+            if (index := _field(reader, f"tokenizer.ggml.{end}_token_id", None)) is not None:
+                setattr(tokenizer, f"{end}_token", tokens[index])
         if beside is not None:
             own = PreTrainedTokenizerFast(tokenizer_file=str(beside), **tokenizer.special_tokens_map)
             own.chat_template = tokenizer.chat_template

@@ -3,6 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from packaging.version import Version
+
+from hiddenstore.errors import ConfigError, Kind
+
+_UNSCALED = ("rope_type", "default")
+
 
 def rope_kind(config: object) -> str:
     """The kind of rotary embedding a text config names, ``default`` when it names none."""
@@ -23,6 +29,23 @@ def rope_boundary(config: object) -> int | None:
     original = original or getattr(config, "original_max_position_embeddings", None)
     original = original or getattr(config, "max_position_embeddings", None)
     return int(original) if isinstance(original, int | float) else None
+
+
+def require_rope_read(name: str, raw: Mapping[str, Any], config: object) -> None:
+    """The text config must turn as the config.json ``raw`` says. transformers before 5 passes over ``rope_parameters``,
+    the only form that 5 writes, and turns by its defaults. Raises ConfigError: ``target-unreadable``."""
+    import transformers
+
+    text = raw.get("text_config")
+    written = (text if isinstance(text, Mapping) else raw).get("rope_parameters")
+    if not isinstance(written, Mapping) or Version(transformers.__version__) >= Version("5"):
+        return
+    others = {key: value for key, value in written.items() if key != "rope_theta" and (key, value) != _UNSCALED}
+    is_read = getattr(config, "rope_theta", None) == written.get("rope_theta")
+    if not is_read or (others and not getattr(config, "rope_scaling", None)):
+        message = f"target {name} has rope_parameters, which transformers {transformers.__version__} does not read"
+        hint = "pip install 'transformers>=5', or the same as rope_theta and rope_scaling in its config.json"
+        raise ConfigError(message, kind=Kind.TARGET_UNREADABLE, hint=hint)
 
 
 def _rope_parameters(config: object) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from collectors.targets.load import EngineTarget, LoadedTarget, load_target, ver
 from hiddenstore.errors import CaptureError, ConfigError
 from hiddenstore.records import Sample, sample_id
 from hiddenstore.targets import families
-from hiddenstore.targets.families import FAMILIES, find_parts
+from hiddenstore.targets.families import FAMILIES, find_parts, on_top_of
 from schemas.layers import to_convention
 from tests.collectors.tiny import CONFIGS, LAYERS, VOCAB, save_target, tiny_target
 from tests.collectors.tiny_families import MORE, REFUSED, TEXT, WITH_VISION, more_config
@@ -53,6 +53,21 @@ def reference(target: LoadedTarget, request: CaptureRequest) -> tuple[list[torch
 def close(found: torch.Tensor, expected: torch.Tensor, rtol: float = 2**-7) -> bool:
     # One unit in the last place of bf16; batched and single fp32 forwards differ by far less.
     return torch.allclose(found.float(), expected.float(), rtol=rtol, atol=4e-4 * float(expected.abs().max()))
+
+
+class _Before524(torch.nn.Module):
+    def forward(self, past_key_values: object = None, use_cache: bool = False) -> object:
+        return past_key_values if use_cache else None
+
+
+class _Since524(torch.nn.Module):
+    def forward(self, cache: object = None, use_cache: bool = False) -> object:
+        return cache if use_cache else None
+
+
+@pytest.mark.parametrize("model", [_Before524(), _Since524()], ids=lambda model: type(model).__name__)
+def test_a_forward_takes_its_cache_by_the_name_that_its_transformers_gives_it(model: torch.nn.Module) -> None:
+    assert model(**on_top_of("keys and values", model)) == "keys and values"
 
 
 @pytest.mark.parametrize("family", CONFIGS)

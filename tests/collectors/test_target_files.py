@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from collectors.targets.load import EngineTarget, LoadOptions, load_target, load
 from hiddenstore.errors import ConfigError
 from hiddenstore.targets.checkpoint import weights_bytes
 from hiddenstore.targets.folder import TargetFolder, open_target
+from hiddenstore.targets.rope import require_rope_read
 from tests.collectors.tiny import CONFIGS, WIDTH, save_target
 
 CPU = LoadOptions(device="cpu")
@@ -227,6 +229,29 @@ def test_a18_a_config_that_no_model_can_be_made_of_is_a_named_error(
     configure(folder, **members)
     with pytest.raises(ConfigError, match=r"target|checkpoint"):
         READERS[read](open_target(str(folder)))
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 5e5},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+        {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
+    ],
+    ids=str,
+)
+def test_rotary_parameters_that_transformers_before_5_passes_over_are_refused(
+    rope: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw, before_5 = {"rope_parameters": rope}, SimpleNamespace(rope_theta=1e4, rope_scaling=None)
+    monkeypatch.setattr("transformers.__version__", "5.0.0")
+    require_rope_read("t", raw, before_5)
+    monkeypatch.setattr("transformers.__version__", "4.57.3")
+    with pytest.raises(ConfigError, match=r"^target t has rope_parameters, which transformers 4\.57\.3 does not read$"):
+        require_rope_read("t", raw, before_5)
+    require_rope_read("t", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, before_5)
+    read = SimpleNamespace(rope_theta=rope.get("rope_theta"), rope_scaling=rope)
+    require_rope_read("t", raw, read)
 
 
 @pytest.mark.parametrize("is_said", [True, False], ids=["HF_HUB_OFFLINE", "no network"])

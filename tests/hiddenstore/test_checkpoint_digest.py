@@ -35,6 +35,8 @@ def target(tmp_path: Path) -> Path:
 
 
 def write(folder: Path, weights: Weights, name: str = WEIGHTS) -> None:
+    # Weights of before may still be mapped.
+    (folder / name).unlink(missing_ok=True)
     save_file(weights, folder / name, metadata={"format": "pt"})
 
 

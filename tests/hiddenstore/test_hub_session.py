@@ -1,5 +1,6 @@
 """Requests of the hub's client end: whatever a server does, through our calls and the library's own downloads."""
 
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,3 +114,26 @@ def test_bytes_that_come_at_the_least_rate_put_the_end_off(hub: HubDouble, monke
     folder = Path(snapshot_download("me/drafter"))
     assert (folder / "model.safetensors").read_bytes() == BODY[:40]
     assert time.monotonic() - begun[0] > 2 * hub_session.START_S
+
+
+@pytest.mark.parametrize(("error", "kind"), [("ConnectError", "server-unreachable"), ("ReadTimeout", "server-timeout")])
+def test_a_client_that_stands_on_httpx_fails_as_one_of_httpx2(
+    error: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = type("HTTPError", (Exception,), {})
+    late = type("TimeoutException", (root,), {})
+    library = SimpleNamespace(
+        HTTPError=root,
+        TimeoutException=late,
+        ConnectError=type("ConnectError", (root,), {}),
+        ReadTimeout=type("ReadTimeout", (late,), {}),
+    )
+    monkeypatch.setitem(sys.modules, "httpx", library)
+
+    def refuse(*_words: object, **_more: object) -> None:
+        raise getattr(library, error)("refused")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", refuse)
+    with pytest.raises(StorageError) as caught:
+        HubRemote("me/drafter", "model").size("config.json")
+    assert caught.value.kind == kind

@@ -18,7 +18,7 @@ from hiddenstore.errors import ConfigError, FormatError, Kind
 from hiddenstore.store import Store
 from hiddenstore.targets.attention import any_length
 from hiddenstore.targets.checkpoint import checkpoint_sha256
-from hiddenstore.targets.families import Parts, find_parts
+from hiddenstore.targets.families import Parts, find_parts, on_top_of
 from hiddenstore.targets.folder import TargetFolder, open_target
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.identity import captured_from, cast_hint, identity_differences, weights_sha256
@@ -159,7 +159,7 @@ class LiveTarget:
         ids = torch.tensor([list(token_ids)], dtype=torch.int64, device=self.device)
         self._aux.clear()
         with any_length():
-            output = self.model(input_ids=ids, past_key_values=cache, use_cache=True, **inputs)
+            output = self.model(input_ids=ids, **on_top_of(cache, self.model), **inputs)
         final = self._final[0].to(torch.bfloat16)
         aux = [self._aux[layer][0].to(torch.bfloat16) for layer in self.aux_layers]
         return Forward(output.logits[0].float(), torch.stack(aux) if aux else final.new_empty(0, *final.shape), final)

@@ -264,10 +264,9 @@ def _folder(source: str | Path, part: DrafterExport | None = None) -> Path:
         return Path(source)
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
         raise NotFoundError(f"{source} is no folder and no hub id", kind=Kind.PATH_MISSING)
-    from httpx2 import HTTPError, TimeoutException
     from huggingface_hub import snapshot_download
 
-    from hiddenstore.servers.hub_session import bound_hub_requests
+    from hiddenstore.servers.hub_session import bound_hub_requests, http_errors
 
     bound_hub_requests()
     try:
@@ -283,10 +282,10 @@ def _folder(source: str | Path, part: DrafterExport | None = None) -> Path:
         files = foreign_json(index.read_bytes())["weight_map"] if index.is_file() else {}
         shards = {file for name, file in files.items() if part.is_read(_config(folder), name)} or {"*.safetensors"}
         return Path(snapshot_download(str(source), allow_patterns=["*.json", *sorted(shards)]))
-    except TimeoutException as error:
+    except http_errors(name="TimeoutException") as error:
         hint = "the same command goes on where it stopped"
         raise StorageError(f"{source}: the hub gave {error}", kind=Kind.SERVER_TIMEOUT, hint=hint) from error
-    except (HTTPError, OSError, KeyError, ValueError) as error:
+    except http_errors(OSError, KeyError, ValueError) as error:
         raise_refusal(error, str(source))
         raise NotFoundError(
             f"{source} is no folder, and no hub id that can be reached: {str(error).partition(chr(10))[0]}",
