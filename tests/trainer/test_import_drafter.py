@@ -216,6 +216,22 @@ def test_dflash_is_evaluated_and_started_from(store: Store, tmp_path: Path) -> N
     assert train(store.path, tmp_path / "next", words=[*SMALL, f"train.init_from={tmp_path / 'run'}"]).steps == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "causal"),
+    [
+        ({"causal_head": True}, True),
+        ({"causal_head": False}, False),
+        ({"causal_head": True, "causal": False}, False),
+    ],
+)
+def test_a_drafter_of_jetspec_s_own_trainer_is_causal_as_its_word_says(
+    words: dict[str, bool], causal: bool, store: Store, tmp_path: Path
+) -> None:
+    said = {"mask_token_id": 5, "target_layer_ids": list(DFLASH), **words}
+    folder = write(tmp_path / "published", dflash_tensors(), dflash_config(dflash_config=said))
+    assert read_published(folder, store.head(), NUM_LAYERS).config.causal is causal  # type: ignore[attr-defined]
+
+
 def test_dflash2_as_z_lab_publishes_it_keeps_its_windows_and_refuses_what_is_scaled(tmp_path: Path) -> None:
     checkpoint = make("dflash2", sliding_window=5, sliding_causal=True)
     export(checkpoint, "vllm", tmp_path / "out", "float32")

@@ -11,7 +11,15 @@ from typing import Any
 
 from trainer.formats import base
 from trainer.formats.base import Checkpoint, Engine, Files, Quirks, Reads, Refused, Target, Tensors
-from trainer.formats.dflash import CAUSAL_BLOCK, DFLASH, OWN_HEAD_OF_ALL_TOKENS, SYMMETRIC_WINDOW, WINDOW, block_size
+from trainer.formats.dflash import (
+    CAUSAL_BLOCK,
+    DFLASH,
+    OWN_HEAD_OF_ALL_TOKENS,
+    SYMMETRIC_WINDOW,
+    WINDOW,
+    block_size,
+    import_first,
+)
 
 
 def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> Files:
@@ -110,7 +118,7 @@ def _unread(config: Mapping[str, Any], engine: str) -> Refused | None:
         return None
     return Refused(
         "it is a DSpark under DFlash's class, and its heads have names that no engine looks for",
-        f"hiddenstore import-drafter DIR -o RUN --store STORE, then hiddenstore export RUN --engine {engine} -o OUT",
+        import_first(engine),
     )
 
 
