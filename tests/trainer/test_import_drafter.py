@@ -361,6 +361,22 @@ def test_a_published_drafter_that_computes_otherwise_than_ours_is_refused(
         read_published(tmp_path / "out", checkpoint.head, LAYERS)
 
 
+def test_a_dspark_that_does_not_say_which_slots_propose_is_refused_in_speculators_words_alone(tmp_path: Path) -> None:
+    checkpoint = make("dspark")
+    export(checkpoint, "vllm", tmp_path / "out", "float32")
+    file = tmp_path / "out" / "config.json"
+    config = json.loads(file.read_text())
+    silent = {key: value for key, value in config.items() if key not in ("sample_from_anchor", "dspark_bonus_anchor")}
+    ids = {"aux_hidden_state_layer_ids": [layer + 1 for layer in config["target_layer_ids"]]}
+    for said in ({}, {**ids, "speculators_model_type": "dspark"}, {**ids, "sample_from_anchor": True}):
+        file.write_text(json.dumps({**silent, **said}))
+        assert read_published(file.parent, checkpoint.head, LAYERS).config.sample_from_anchor  # type: ignore[attr-defined]
+    file.write_text(json.dumps({**silent, **ids}))
+    with pytest.raises(ConfigError, match="does not say sample_from_anchor") as caught:
+        read_published(file.parent, checkpoint.head, LAYERS)
+    assert caught.value.kind == "drafter-unfit"
+
+
 def test_a_dflash_with_a_mask_embedding_of_its_own_is_refused(tmp_path: Path) -> None:
     checkpoint = make("dflash")
     export(checkpoint, "vllm", tmp_path / "out", "float32")

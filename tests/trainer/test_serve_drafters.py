@@ -324,7 +324,7 @@ def test_a_drafter_of_jetspec_s_own_trainer_is_served_where_engines_find_its_cau
     tmp_path: Path, engine: str
 ) -> None:
     said = {"mask_token_id": 7, "causal_head": True}
-    with pytest.raises(ConfigError, match="dflash_config.causal_head, which no engine reads") as raised:
+    with pytest.raises(ConfigError, match=r"dflash_config\.causal_head, which no engine reads") as raised:
         asked(engine, drafter=published(tmp_path / "own", **MODELOPT, dflash_config=said))
     assert raised.value.kind == "serve-unsupported"
     hint = f"hiddenstore import-drafter DIR -o RUN --store STORE, then hiddenstore export RUN --engine {engine} -o OUT"
@@ -349,6 +349,7 @@ def test_sglang_s_dflash_serves_a_domino_and_a_dspark_of_its_own_class_is_served
         ({"sample_from_anchor": True}, 8),
         ({"sample_from_anchor": False}, 7),
         ({"dflash_config": {"sample_from_anchor": False}}, 7),
+        ({"aux_hidden_state_layer_ids": [2, 4]}, 8),
         ({"speculators_model_type": "dspark", "aux_hidden_state_layer_ids": [2, 4]}, 8),
         ({"speculators_model_type": "dspark", "aux_hidden_state_layer_ids": [2, 4], "sample_from_anchor": False}, 7),
     ],

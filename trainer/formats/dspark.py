@@ -67,6 +67,10 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
     kind = config.get("markov_head_type", nested.get("markov_head_type", "vanilla"))
     if kind != "vanilla":
         raise ValueError(f"markov_head_type is {kind!r}; only 'vanilla' is known here")
+    # speculators fills blocks either way, and says by these words alone that a file is of its DSpark.
+    silent = "sample_from_anchor" not in config.keys() | nested.keys()
+    if silent and "aux_hidden_state_layer_ids" in config and config.get("speculators_model_type") != "dspark":
+        raise ValueError("it does not say sample_from_anchor: whether its first slot proposes or repeats a token")
     has_confidence = "confidence_head.proj.weight" in tensors
     rank = tensors["markov_head.markov_w1.weight"].shape[1]
     if has_confidence and tensors["confidence_head.proj.weight"].shape[1] != target.head.hidden_size + rank:
@@ -81,11 +85,10 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
 
 
 def _every_slot_proposes(config: Mapping[str, Any]) -> bool:
-    """Whether the newest token's slot proposes too; else it is filled in as a DFlash's."""
-    # speculators names aux_hidden_state_layer_ids and takes slot 0 for the newest token where nothing is said.
-    usual = "aux_hidden_state_layer_ids" not in config or config.get("speculators_model_type") == "dspark"
+    """Whether the newest token's slot proposes too, as engines take it where nothing is said; else it is filled in as a
+    DFlash's."""
     nested = config.get("dflash_config") or {}
-    return bool(config.get("sample_from_anchor", nested.get("sample_from_anchor", usual)))
+    return bool(config.get("sample_from_anchor", nested.get("sample_from_anchor", True)))
 
 
 def _longest(config: Mapping[str, Any]) -> int | None:
