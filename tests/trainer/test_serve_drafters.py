@@ -408,7 +408,8 @@ def test_a_dspark_without_a_confidence_head_is_served_by_sglang_with_the_mode_th
         out = tmp_path / str(has_one)
         export(make("dspark", confidence_head=has_one), "sglang", out)
         warned = [text for text in asked("sglang", drafter=str(out))[0].warnings if "RAGGED_VERIFY_MODE" in text]
-        assert bool(warned) is not has_one
+        assert len(warned) == (not has_one)
+        assert all("asks for one and does not start, whatever enable_confidence_head says" in text for text in warned)
 
 
 @pytest.mark.parametrize(

@@ -126,12 +126,12 @@ def _unread(config: Mapping[str, Any], engine: str) -> Refused | None:
 
 
 def _no_confidence(config: Mapping[str, Any]) -> str | None:
-    """``build_confidence_head`` of SGLang's ``dspark.py`` asks for the mode alone."""
+    """``build_confidence_head`` of SGLang's ``dspark.py`` asks for the mode alone, and its loader for the weights."""
     if config.get("enable_confidence_head", True):
         return None
     return (
         "without a confidence head SGLang drafts with SGLANG_RAGGED_VERIFY_MODE=static alone, its default: in another "
-        "mode it makes one with random weights"
+        "mode it asks for one and does not start, whatever enable_confidence_head says"
     )
 
 
