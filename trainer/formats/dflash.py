@@ -195,8 +195,8 @@ def _beside_dflash(config: Mapping[str, Any]) -> Iterator[str]:
 def _causal(config: Mapping[str, Any]) -> bool | None:
     """What one word says of all layers: vLLM's in its order, then that of JetSpec's own trainer; None without one."""
     dflash = config.get("dflash_config") or {}
-    said = (config.get("is_causal"), dflash.get("causal"), dflash.get("causal_head"))
-    return next((bool(word) for word in said if word is not None), None)
+    words = (config.get("is_causal"), dflash.get("causal"), dflash.get("causal_head"))
+    return next((bool(word) for word in words if word is not None), None)
 
 
 def _windows(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
     # speculators fills blocks either way, and says by these words alone that a file is of its DSpark.
     silent = "sample_from_anchor" not in config.keys() | nested.keys()
     if silent and "aux_hidden_state_layer_ids" in config and config.get("speculators_model_type") != "dspark":
-        raise ValueError("it does not say sample_from_anchor: whether its first slot proposes or repeats a token")
+        raise ValueError("it does not say sample_from_anchor: true where its first slot proposes, else false")
     has_confidence = "confidence_head.proj.weight" in tensors
     rank = tensors["markov_head.markov_w1.weight"].shape[1]
     if has_confidence and tensors["confidence_head.proj.weight"].shape[1] != target.head.hidden_size + rank:
