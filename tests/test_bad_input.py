@@ -42,7 +42,7 @@ CASES = [
     *(
         Case(
             f"{command[0]} into the name of a snapshot",
-            lambda w, _, command=command: (*w.named(command), "-o", w / "store@v9"),
+            lambda w, _, command=command: (command[0], *w.named(command[1:]), "-o", w / "store@v9"),
             USAGE,
             "usage",
             ("store@v9 is a name for the snapshot v9 of the store", "which it would hide"),
@@ -54,6 +54,10 @@ CASES = [
             ("export", "run", "--engine", "vllm"),
             ("export-data", "store", "--to", "deepspec"),
             ("import-drafter", "drafter", "--store", "store"),
+            ("regenerate", "chats.jsonl", "--target", "T"),
+            ("report", "store"),
+            ("vocab", "store"),
+            ("run", "--target", "T", "--data", "chats.jsonl"),
         )
     ),
     Case("an unknown snapshot", lambda w, _: ("info", w / "store@v9"), USAGE, "snapshot-missing", ("v9",)),

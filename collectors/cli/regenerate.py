@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hiddenstore.cli.words import FiniteRange, opening_words
+from hiddenstore.cli.words import OUT, FiniteRange, opening_words
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import Column, percent, plural
 from hiddenstore.fs import require_local
@@ -49,7 +49,7 @@ class Shard(click.ParamType):
     )
 )
 @click.argument("inputs", nargs=-1, required=True)
-@click.option("-o", "--out", required=True, type=click.Path(), help="The JSONL or .parquet file to write.")
+@click.option("-o", "--out", required=True, type=OUT, help="The JSONL or .parquet file to write.")
 @click.option("--target", help="A local folder, a GGUF file or a hub id: it answers in this process.")
 @click.option("--server", metavar="URL", help="An OpenAI-compatible server that answers, such as vLLM.")
 @click.option("--engine-python", metavar="PY", help="A Python with vLLM: it serves --target here while this runs.")

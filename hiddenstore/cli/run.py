@@ -20,7 +20,7 @@ from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.text import seconds
 from hiddenstore.errors import ConfigError, ConflictError, Kind, NotFoundError
 from hiddenstore.files.documents import load, seal
-from hiddenstore.files.layout import DATA_JSON
+from hiddenstore.files.layout import DATA_JSON, refuse_snapshot
 from hiddenstore.files.lock import WRITER, FolderLock
 from hiddenstore.fs import require_local
 from hiddenstore.fs.local import LocalFilesystem
@@ -286,9 +286,10 @@ class StageResult:
 
 def run_pipeline(pipeline: Pipeline) -> list[StageResult]:
     """Do every stage that is not done, in order; stop at the first that fails, which the same command repeats. Raises
-    ConfigError: a section holds what its command does not take; before anything is done; ConflictError: the folder is
-    another's, or another process runs a pipeline in it (``run-in-use``), or something in it was made by another
-    pipeline; HiddenstoreError: what a command raises."""
+    ConfigError: ``out`` is a name for a snapshot, or a section holds what its command does not take; before anything is
+    done; ConflictError: the folder is another's, or another process runs a pipeline in it (``run-in-use``), or
+    something in it was made by another pipeline; HiddenstoreError: what a command raises."""
+    refuse_snapshot(pipeline.out)
     stages, out = stages_of(pipeline), require_local(pipeline.out, "the folder of a pipeline")
     if out.exists() and any(out.iterdir()) and not (out / _DONE_FOLDER).is_dir():
         raise ConflictError(

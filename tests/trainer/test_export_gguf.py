@@ -64,6 +64,16 @@ def test_a_causal_block_is_told_to_llama_cpp_and_read_back(target: str, tmp_path
         assert read_published(file, case(name).head, LAYERS).config.causal is (name == "jetspec")
 
 
+def test_every_slot_of_a_dspark_proposes_where_its_file_does_not_say(target: str, tmp_path: Path) -> None:
+    """b11434 tells a DSpark by its Markov head (``dflash.cpp``)."""
+    checkpoint = make("dspark")
+    out = written(checkpoint, tmp_path / "a.gguf", target)
+    silent = rewritten(out, tmp_path / "b.gguf", {gguf.ABOUT: "{}"}, without="dflash.sample_from_anchor")
+    assert read_published(silent, checkpoint.head, LAYERS).config.sample_from_anchor
+    served = read_drafter(silent)
+    assert (served.method, served.longest) == ("dspark", checkpoint.config.block_size)
+
+
 @pytest.mark.parametrize("rope", SCALINGS, ids=lambda rope: rope["rope_type"])
 @pytest.mark.parametrize("drafter", ["eagle3", "dflash"])
 def test_stretched_rope_comes_back_as_it_was(

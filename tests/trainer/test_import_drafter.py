@@ -216,6 +216,22 @@ def test_dflash_is_evaluated_and_started_from(store: Store, tmp_path: Path) -> N
     assert train(store.path, tmp_path / "next", words=[*SMALL, f"train.init_from={tmp_path / 'run'}"]).steps == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "causal"),
+    [
+        ({"causal_head": True}, True),
+        ({"causal_head": False}, False),
+        ({"causal_head": True, "causal": False}, False),
+    ],
+)
+def test_a_drafter_of_jetspec_s_own_trainer_is_causal_as_its_word_says(
+    words: dict[str, bool], causal: bool, store: Store, tmp_path: Path
+) -> None:
+    said = {"mask_token_id": 5, "target_layer_ids": list(DFLASH), **words}
+    folder = write(tmp_path / "published", dflash_tensors(), dflash_config(dflash_config=said))
+    assert read_published(folder, store.head(), NUM_LAYERS).config.causal is causal  # type: ignore[attr-defined]
+
+
 def test_dflash2_as_z_lab_publishes_it_keeps_its_windows_and_refuses_what_is_scaled(tmp_path: Path) -> None:
     checkpoint = make("dflash2", sliding_window=5, sliding_causal=True)
     export(checkpoint, "vllm", tmp_path / "out", "float32")
@@ -343,6 +359,22 @@ def test_a_published_drafter_that_computes_otherwise_than_ours_is_refused(
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=reason):
         read_published(tmp_path / "out", checkpoint.head, LAYERS)
+
+
+def test_a_dspark_that_does_not_say_which_slots_propose_is_refused_in_speculators_words_alone(tmp_path: Path) -> None:
+    checkpoint = make("dspark")
+    export(checkpoint, "vllm", tmp_path / "out", "float32")
+    file = tmp_path / "out" / "config.json"
+    config = json.loads(file.read_text())
+    silent = {key: value for key, value in config.items() if key not in ("sample_from_anchor", "dspark_bonus_anchor")}
+    ids = {"aux_hidden_state_layer_ids": [layer + 1 for layer in config["target_layer_ids"]]}
+    for said in ({}, {**ids, "speculators_model_type": "dspark"}, {**ids, "sample_from_anchor": True}):
+        file.write_text(json.dumps({**silent, **said}))
+        assert read_published(file.parent, checkpoint.head, LAYERS).config.sample_from_anchor  # type: ignore[attr-defined]
+    file.write_text(json.dumps({**silent, **ids}))
+    with pytest.raises(ConfigError, match="does not say sample_from_anchor") as caught:
+        read_published(file.parent, checkpoint.head, LAYERS)
+    assert caught.value.kind == "drafter-unfit"
 
 
 def test_a_dflash_with_a_mask_embedding_of_its_own_is_refused(tmp_path: Path) -> None:

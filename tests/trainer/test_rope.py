@@ -78,6 +78,7 @@ def test_a_lone_attn_factor_is_refused_as_engines_read_it_otherwise() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     with pytest.raises(ValueError, match=r"attn_factor is 1\.5 without an attention_factor: SGLang multiplies"):
         published_rope({"rope_scaling": yarn | {"attn_factor": 1.5}})
+    assert published_rope({"rope_scaling": {"rope_type": "linear", "factor": 4.0, "attn_factor": 1.5}})[1] is not None
     known = RopeScaling.model_validate(yarn)
     assert published_rope({"rope_scaling": yarn | {"attn_factor": 1}}) == (10000.0, known)
     both = {"rope_parameters": yarn | {"attention_factor": 1.25, "attn_factor": 1.1}}

@@ -319,6 +319,22 @@ def test_what_has_more_than_a_dflash_is_served_by_engines_that_have_its_class(
     assert str(fix) in str(raised.value.hint)
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_drafter_of_jetspec_s_own_trainer_is_served_where_engines_find_its_causal_block(
+    tmp_path: Path, engine: str
+) -> None:
+    said = {"mask_token_id": 7, "causal_head": True}
+    with pytest.raises(ConfigError, match=r"dflash_config\.causal_head, which no engine reads") as raised:
+        asked(engine, drafter=published(tmp_path / "own", **MODELOPT, dflash_config=said))
+    assert raised.value.kind == "serve-unsupported"
+    hint = f"hiddenstore import-drafter DIR -o RUN --store STORE, then hiddenstore export RUN --engine {engine} -o OUT"
+    assert raised.value.hint == hint
+    told = published(tmp_path / "told", **MODELOPT, is_causal=True, dflash_config={**said, "causal": True})
+    assert asked(engine, drafter=told)[0].request.method == "jetspec"
+    either = published(tmp_path / "either", **MODELOPT, dflash_config={**said, "causal_head": False})
+    assert asked(engine, drafter=either)[0].request.method == "dflash"
+
+
 def test_sglang_s_dflash_serves_a_domino_and_a_dspark_of_its_own_class_is_served(tmp_path: Path) -> None:
     domino = published(tmp_path / "domino", **MODELOPT, **heads("domino", gru_hidden_dim=1024, emb_dim=256))
     assert asked("sglang", drafter=domino)[0].request.draft_len == 7
@@ -333,6 +349,7 @@ def test_sglang_s_dflash_serves_a_domino_and_a_dspark_of_its_own_class_is_served
         ({"sample_from_anchor": True}, 8),
         ({"sample_from_anchor": False}, 7),
         ({"dflash_config": {"sample_from_anchor": False}}, 7),
+        ({"aux_hidden_state_layer_ids": [2, 4]}, 8),
         ({"speculators_model_type": "dspark", "aux_hidden_state_layer_ids": [2, 4]}, 8),
         ({"speculators_model_type": "dspark", "aux_hidden_state_layer_ids": [2, 4], "sample_from_anchor": False}, 7),
     ],
@@ -391,7 +408,8 @@ def test_a_dspark_without_a_confidence_head_is_served_by_sglang_with_the_mode_th
         out = tmp_path / str(has_one)
         export(make("dspark", confidence_head=has_one), "sglang", out)
         warned = [text for text in asked("sglang", drafter=str(out))[0].warnings if "RAGGED_VERIFY_MODE" in text]
-        assert bool(warned) is not has_one
+        assert len(warned) == (not has_one)
+        assert all("asks for one and does not start, whatever enable_confidence_head says" in text for text in warned)
 
 
 @pytest.mark.parametrize(

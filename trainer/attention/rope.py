@@ -42,7 +42,8 @@ def published_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None
     theta = float(rope.get("rope_theta") or 10000.0)
     if kind == "default":
         return theta, None
-    if (share := rope.get("attn_factor")) not in (None, 1) and rope.get("attention_factor") is None:
+    share = rope.get("attn_factor") if kind == "yarn" else None
+    if share not in (None, 1) and rope.get("attention_factor") is None:
         why = "SGLang multiplies cos and sin by it, vLLM and transformers do not; attention_factor says which"
         raise ValueError(f"attn_factor is {share!r} without an attention_factor: {why}")
     settings = {key: value for key, value in rope.items() if key in RopeScaling.model_fields}

@@ -10,7 +10,7 @@ from hiddenstore.cli.words import RUN, STORE, Place, open_store
 from hiddenstore.console.output import common_options, examples, output
 from hiddenstore.console.progress import Progress
 from hiddenstore.errors import Kind, NotFoundError
-from hiddenstore.files.layout import kind_of, split_snapshot
+from hiddenstore.files.layout import kind_of, refuse_snapshot, split_snapshot
 from hiddenstore.fs.publish import room_beside
 from hiddenstore.report.page import refuse_other_file, write_page
 
@@ -70,7 +70,7 @@ def report(path: str, out: str | None, samples: int, measure: int, draft_len: in
     """
     folder, snapshot = split_snapshot(path)
     suffix = "" if snapshot is None else f"@{snapshot}"
-    file = _file(out or f"{Path(folder).name or 'store'}{suffix}-report.html")
+    file = _file(out, f"{Path(folder).name or 'store'}{suffix}-report.html")
     made = _run_page(path, samples, measure, draft_len) if _is_run(path) else _store_page(path, samples, measure)
     _write(made, file, {"path": path})
 
@@ -86,15 +86,18 @@ def compare(runs: tuple[str, ...], out: str | None) -> None:
     from trainer.report import compare_page
     from trainer.train.run_folder import describe
 
-    file = _file(out or "runs-report.html")
+    file = _file(out, "runs-report.html")
     _write(compare_page([describe(run) for run in runs]), file, {"runs": list(runs)})
 
 
-def _file(out: str) -> Path:
+def _file(out: str | None, usual: str) -> Path:
     """Where to write, refused before the minutes that measuring may take."""
-    refuse_other_file(Path(out))
-    with room_beside(Path(out)):
-        return Path(out)
+    if out is not None:
+        refuse_snapshot(out)
+    file = Path(out or usual)
+    refuse_other_file(file)
+    with room_beside(file):
+        return file
 
 
 def _store_page(path: str, samples: int, measure: int) -> "Page":

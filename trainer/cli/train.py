@@ -242,7 +242,7 @@ CURVE_WIDTH = 40
 )
 @click.argument("store", metavar="STORE|DATA")
 @click.option("--size", type=click.IntRange(min=1), default=32000, show_default=True, help="Tokens the drafter knows.")
-@click.option("-o", "--out", metavar="FILE", help="Write t2d and d2t as safetensors; without it only say coverage.")
+@click.option("-o", "--out", type=OUT, metavar="FILE", help="Write t2d and d2t as safetensors; else only say coverage.")
 @click.option("--file", "existing", metavar="FILE", help="Measure an existing d2t.pt or vocab.safetensors instead.")
 @click.option("--curve", is_flag=True, help="Show what every size would cover.")
 @click.option("--plot", metavar="FILE", type=click.Path(), help="Draw the curve as PNG or SVG.")

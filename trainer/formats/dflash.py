@@ -158,12 +158,25 @@ def _unread(config: Mapping[str, Any], engine: str) -> Refused | None:
     (SGLang's ``dflash.py``, TensorRT-LLM's) drafts with the rest of it."""
     more = next(_beside_dflash(config), None)
     if more is None:
-        return None
+        return _unread_causal(config, engine)
     classes = " ".join(map(str, config.get("architectures") or ()))
     readers = next((readers for word, readers in _HEADS.items() if word in classes), {})
     nearest = " or ".join(f"--engine {name} --engine-version {first}" for name, first in readers.items())
     reason = f"its {more}: it computes more than the engine's DFlash does"
     return Refused(reason, nearest or "a DFlash drafter", before=readers.get(engine))
+
+
+def _unread_causal(config: Mapping[str, Any], engine: str) -> Refused | None:
+    """As JetSpec's ``draft_head.py`` has it: engines would fill its blocks as if their slots saw each other."""
+    dflash = config.get("dflash_config") or {}
+    if not dflash.get("causal_head") or config.get("is_causal") is not None or dflash.get("causal") is not None:
+        return None
+    return Refused("its block is causal by dflash_config.causal_head, which no engine reads", import_first(engine))
+
+
+def import_first(engine: str) -> str:
+    """The commands that write a published drafter as an engine reads it."""
+    return f"hiddenstore import-drafter DIR -o RUN --store STORE, then hiddenstore export RUN --engine {engine} -o OUT"
 
 
 def _beside_dflash(config: Mapping[str, Any]) -> Iterator[str]:
@@ -179,10 +192,17 @@ def _beside_dflash(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"config.json has {key}"
 
 
+def _causal(config: Mapping[str, Any]) -> bool | None:
+    """What one word says of all layers: vLLM's in its order, then that of JetSpec's own trainer; None without one."""
+    dflash = config.get("dflash_config") or {}
+    words = (config.get("is_causal"), dflash.get("causal"), dflash.get("causal_head"))
+    return next((bool(word) for word in words if word is not None), None)
+
+
 def _windows(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> dict[str, Any]:
     """Windows and what is causal, as vLLM resolves them: one word for all layers, else layers of a sliding type are."""
     types = list(config.get("layer_types") or ())
-    override = config.get("is_causal") if config.get("is_causal") is not None else dflash.get("causal")
+    override = _causal(config)
     by_type = "sliding_attention" in types
     window = dflash.get("swa_window_size") or config.get("sliding_window") if by_type or dflash.get("use_swa") else None
     return {
@@ -257,8 +277,7 @@ _NO_CAUSAL = Refused(
 
 def _word(flags: Mapping[str, Any]) -> str:
     """By our settings or a ``config.json``."""
-    causal = flags.get("causal") or flags.get("is_causal") or (flags.get("dflash_config") or {}).get("causal")
-    return "jetspec" if causal else "dflash"
+    return "jetspec" if flags.get("causal") or _causal(flags) else "dflash"
 
 
 DFLASH = DrafterExport(

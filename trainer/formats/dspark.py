@@ -11,7 +11,15 @@ from typing import Any
 
 from trainer.formats import base
 from trainer.formats.base import Checkpoint, Engine, Files, Quirks, Reads, Refused, Target, Tensors
-from trainer.formats.dflash import CAUSAL_BLOCK, DFLASH, OWN_HEAD_OF_ALL_TOKENS, SYMMETRIC_WINDOW, WINDOW, block_size
+from trainer.formats.dflash import (
+    CAUSAL_BLOCK,
+    DFLASH,
+    OWN_HEAD_OF_ALL_TOKENS,
+    SYMMETRIC_WINDOW,
+    WINDOW,
+    block_size,
+    import_first,
+)
 
 
 def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> Files:
@@ -59,6 +67,10 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
     kind = config.get("markov_head_type", nested.get("markov_head_type", "vanilla"))
     if kind != "vanilla":
         raise ValueError(f"markov_head_type is {kind!r}; only 'vanilla' is known here")
+    # speculators fills blocks either way, and says by these words alone that a file is of its DSpark.
+    silent = "sample_from_anchor" not in config.keys() | nested.keys()
+    if silent and "aux_hidden_state_layer_ids" in config and config.get("speculators_model_type") != "dspark":
+        raise ValueError("it does not say sample_from_anchor: true where its first slot proposes, else false")
     has_confidence = "confidence_head.proj.weight" in tensors
     rank = tensors["markov_head.markov_w1.weight"].shape[1]
     if has_confidence and tensors["confidence_head.proj.weight"].shape[1] != target.head.hidden_size + rank:
@@ -73,11 +85,10 @@ def _read(config: Mapping[str, Any], tensors: Tensors, target: Target) -> tuple[
 
 
 def _every_slot_proposes(config: Mapping[str, Any]) -> bool:
-    """Whether the newest token's slot proposes too; else it is filled in as a DFlash's."""
-    # speculators names aux_hidden_state_layer_ids and takes slot 0 for the newest token where nothing is said.
-    usual = "aux_hidden_state_layer_ids" not in config or config.get("speculators_model_type") == "dspark"
+    """Whether the newest token's slot proposes too, as engines take it where nothing is said; else it is filled in as a
+    DFlash's."""
     nested = config.get("dflash_config") or {}
-    return bool(config.get("sample_from_anchor", nested.get("sample_from_anchor", usual)))
+    return bool(config.get("sample_from_anchor", nested.get("sample_from_anchor", True)))
 
 
 def _longest(config: Mapping[str, Any]) -> int | None:
@@ -110,17 +121,17 @@ def _unread(config: Mapping[str, Any], engine: str) -> Refused | None:
         return None
     return Refused(
         "it is a DSpark under DFlash's class, and its heads have names that no engine looks for",
-        f"hiddenstore import-drafter DIR -o RUN --store STORE, then hiddenstore export RUN --engine {engine} -o OUT",
+        import_first(engine),
     )
 
 
 def _no_confidence(config: Mapping[str, Any]) -> str | None:
-    """``build_confidence_head`` of SGLang's ``dspark.py`` asks for the mode alone."""
+    """``build_confidence_head`` of SGLang's ``dspark.py`` asks for the mode alone, and its loader for the weights."""
     if config.get("enable_confidence_head", True):
         return None
     return (
         "without a confidence head SGLang drafts with SGLANG_RAGGED_VERIFY_MODE=static alone, its default: in another "
-        "mode it makes one with random weights"
+        "mode it asks for one and does not start, whatever enable_confidence_head says"
     )
 
 

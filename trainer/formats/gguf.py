@@ -55,8 +55,9 @@ _OUTSIDE = {
     "d2t": "d2t",
 }
 
+_MARKOV = "markov_w1.weight"
 _DSPARK = {
-    "markov_head.markov_w1.weight": "markov_w1.weight",
+    "markov_head.markov_w1.weight": _MARKOV,
     "markov_head.markov_w2.weight": "markov_w2.weight",
     "confidence_head.proj.weight": "conf_proj.weight",
     "confidence_head.proj.bias": "conf_proj.bias",
@@ -158,7 +159,7 @@ def _dflash_config(fields: Fields) -> dict[str, Any]:
         "dflash_config": dflash,
         "aux_hidden_state_layer_ids": fields["target_layers"],
     }
-    # It is written of DSpark alone, whose Markov head is what tells llama.cpp the two apart.
+    # It is of DSpark alone.
     if (anchor := fields.get("sample_from_anchor")) is not None:
         config |= {"architectures": ["Qwen3DSparkModel"], "sample_from_anchor": anchor}
     return config
@@ -482,6 +483,9 @@ def _read_config(path: Path, reader: "GGUFReader") -> tuple[dict[str, Any], dict
         raise _unfit(path, f"is {architecture}; drafters are {', '.join(FORMS)}")
     prefix = f"{architecture}."
     own = {name.removeprefix(prefix): value for name, value in read_fields(reader, prefix, MASK).items()}
+    # llama.cpp tells DSpark by this tensor, and lets every slot propose where the file does not say.
+    if any(entry.name == _MARKOV for entry in reader.tensors):
+        own.setdefault("sample_from_anchor", True)
     try:
         tokens = read_fields(reader, _TOKENS).get(_TOKENS) or ()
         about = foreign_json(str(read_fields(reader, ABOUT).get(ABOUT) or "{}"))
