@@ -26,12 +26,14 @@ SAFE = ("--draft-attn-impl", "sdpa")
 DEFAULT_RATE = 1e-3
 # A rate that is best at the end of a grid says that a higher one is to be tried.
 RATE_STEP, HIGHEST_RATE = 3, 0.1
-# DSpark has full attention in ours; the peer counts blocks of a pack, 512 of 8,192 tokens by default, ours of a sample.
-BLOCKS = ("--num-layers", "2", "--full-attention-indices", "0", "1", "--block-size", "7", "--max-anchors", "128")
+# Layers of ours see the whole text, theirs by default 2,048 tokens.
+ONE, TWO = (("--num-layers", str(len(layers)), "--full-attention-indices", *layers) for layers in ("0", "01"))
+# The peer counts blocks of a pack, 512 of 8,192 tokens by default, ours of a sample.
+BLOCKS = ("--block-size", "7", "--max-anchors", "128")
 SIDES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "eagle3": ("eagle3.1 3 TTT steps", ()),
-    "peagle": ("peagle", (*SAFE, "--draft-arch", "llama", "--num-layers", "2", "--num-depths", "7", "--fc-norm")),
-    "dspark": ("dspark", (*SAFE, *BLOCKS)),
+    "eagle3": ("eagle3.1 3 TTT steps", ONE),
+    "peagle": ("peagle", (*SAFE, *TWO, "--draft-arch", "llama", "--num-depths", "7", "--fc-norm")),
+    "dspark": ("dspark", (*SAFE, *TWO, *BLOCKS)),
 }
 """The row of ours that a drafter stands beside, and what the peer is told."""
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
