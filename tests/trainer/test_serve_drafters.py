@@ -324,7 +324,7 @@ def test_a_drafter_of_jetspec_s_own_trainer_is_served_where_engines_find_its_cau
     tmp_path: Path, engine: str
 ) -> None:
     said = {"mask_token_id": 7, "causal_head": True}
-    with pytest.raises(ConfigError, match=r"dflash_config\.causal_head, which no engine reads") as raised:
+    with pytest.raises(ConfigError, match=r"dflash_config\.causal_head, which the engine does not read") as raised:
         asked(engine, drafter=published(tmp_path / "own", **MODELOPT, dflash_config=said))
     assert raised.value.kind == "serve-unsupported"
     hint = f"hiddenstore import-drafter DIR -o RUN --store STORE, then hiddenstore export RUN --engine {engine} -o OUT"
@@ -333,6 +333,13 @@ def test_a_drafter_of_jetspec_s_own_trainer_is_served_where_engines_find_its_cau
     assert asked(engine, drafter=told)[0].request.method == "jetspec"
     either = published(tmp_path / "either", **MODELOPT, dflash_config={**said, "causal_head": False})
     assert asked(engine, drafter=either)[0].request.method == "dflash"
+
+
+def test_a_causal_block_by_vllm_s_word_alone_is_served_by_vllm_alone(tmp_path: Path) -> None:
+    drafter = published(tmp_path / "vllm", **MODELOPT, dflash_config={"mask_token_id": 7, "causal": True})
+    assert asked("vllm", drafter=drafter)[0].request.method == "jetspec"
+    with pytest.raises(ConfigError, match=r"dflash_config\.causal, which the engine does not read"):
+        asked("sglang", drafter=drafter)
 
 
 def test_sglang_s_dflash_serves_a_domino_and_a_dspark_of_its_own_class_is_served(tmp_path: Path) -> None:

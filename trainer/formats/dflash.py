@@ -167,11 +167,14 @@ def _unread(config: Mapping[str, Any], engine: str) -> Refused | None:
 
 
 def _unread_causal(config: Mapping[str, Any], engine: str) -> Refused | None:
-    """As JetSpec's ``draft_head.py`` has it: engines would fill its blocks as if their slots saw each other."""
+    """Of the words of `_causal` vLLM reads the first two, SGLang (``dflash.py``) the first alone: by the others it
+    would fill blocks as if their slots saw each other."""
     dflash = config.get("dflash_config") or {}
-    if not dflash.get("causal_head") or config.get("is_causal") is not None or dflash.get("causal") is not None:
+    known = config.get("is_causal"), (None if engine == "sglang" else dflash.get("causal"))
+    if not _causal(config) or any(word is not None for word in known):
         return None
-    return Refused("its block is causal by dflash_config.causal_head, which no engine reads", import_first(engine))
+    word = "causal" if dflash.get("causal") else "causal_head"
+    return Refused(f"its block is causal by dflash_config.{word}, which the engine does not read", import_first(engine))
 
 
 def import_first(engine: str) -> str:
