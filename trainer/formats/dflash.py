@@ -189,8 +189,9 @@ def _probe(model: Any, checkpoint: Checkpoint) -> "Tensor":
     aux, ids = base.probe_states(checkpoint, len(model.config.aux_layers)), base.probe_ids(checkpoint)
     context = model.context(aux, torch.arange(base.PROBE_TOKENS))
     blocks = Blocks.of([(0, base.PROBE_TOKENS)], torch.device("cpu"))
-    states = model.fill(ids[:1], torch.tensor([base.PROBE_TOKENS]), context, blocks, (0, model.block_size))
-    logits: Tensor = model.logits(states, model.before(ids[None, : model.block_size]))
+    slots = (model.first_slot, model.first_slot + model.config.longest)
+    states = model.fill(ids[:1], torch.tensor([base.PROBE_TOKENS]), context, blocks, slots)
+    logits: Tensor = model.logits(states, model.before(ids[None, : model.config.longest]))
     return logits
 
 

@@ -96,7 +96,7 @@ def _cost(matrix: Tensor) -> int:
     return short * short * (2 * long + short)
 
 
-TABLES = ("embed_tokens", "lm_head", "markov_w1", "markov_w2", "codebook", "embed_proj.2")
+TABLES = ("embed_tokens", "lm_head", "markov_w1", "markov_w2", "codebook", "embed_proj.2", "xpress_head.w")
 """Matrices whose rows are tokens: AdamW's, as Muon's author has it."""
 MUON_RATE = 2.0
 """Muon's rate over AdamW's. On the bundled target, 300 steps, one seed, chains of 3, both parts at once, twice and four
