@@ -10,7 +10,7 @@ import pytest
 from hiddenstore.errors import ConfigError, FormatError, HiddenstoreError, NotFoundError
 from hiddenstore.targets.folder import code_sha256
 from hiddenstore.targets.identity import config_sha256
-from tests.trainer.export_cases import case
+from tests.trainer.export_cases import case, make
 from tests.trainer.serve_cases import TARGET_CONFIG, asked, planned, published, write_exports
 from trainer.export.support import target_differences
 from trainer.export.write import export
@@ -284,6 +284,37 @@ def test_sglang_s_dflash_serves_a_domino_and_a_dspark_of_its_own_class_is_served
     assert asked("sglang", drafter=domino)[0].request.draft_len == 7
     words = {**MODELOPT, "architectures": ["Qwen3DSparkModel"], "markov_rank": 256, **heads("dspark")}
     assert asked("vllm", drafter=published(tmp_path / "dspark", **words))[0].request.draft_len == 8
+
+
+def test_vllm_serves_an_xpress_from_0_33_on_and_whole_blocks_alone(tmp_path: Path) -> None:
+    ours = str(tmp_path / "ours")
+    export(make("xpress", draft_len=2), "vllm", Path(ours), version="0.33")
+    resolved, plan = asked("vllm", drafter=ours)
+    assert json.loads(plan.command[4]) == {"method": "dflash", "model": ours, "num_speculative_tokens": 3}
+    assert "whole blocks alone, 3 tokens" in resolved.warnings[1]
+    assert "--set xpress_topc=0" in resolved.warnings[0]
+    with pytest.raises(ConfigError, match=r"whole blocks of .* alone, 3 tokens, not 2") as raised:
+        asked("vllm", drafter=ours, draft_len=2)
+    assert raised.value.hint == "--draft-len 3"
+    with pytest.raises(ConfigError, match=r"first vLLM known to read this format is 0\.33"):
+        asked("vllm", drafter=ours, version="0.32")
+    published_one = published(tmp_path / "published", architectures=["Qwen3XPressModel"], num_speculative_steps=7)
+    assert asked("vllm", drafter=published_one, version="0.33")[0].request.draft_len == 7
+    with pytest.raises(ConfigError, match="has no XPress"):
+        asked("sglang", drafter=published_one)
+
+
+def test_vllm_does_not_serve_an_xpress_in_speculators_layout(tmp_path: Path) -> None:
+    """0.33's ``configs/speculators`` knows no ``xpress``."""
+    export(make("xpress"), "speculators", tmp_path / "ours")
+    for folder, written in (("ours", True), ("published", False)):
+        if not written:
+            (tmp_path / "ours").rename(tmp_path / folder)
+            (tmp_path / folder / "hiddenstore.json").unlink()
+        with pytest.raises(ConfigError, match="this is speculators' layout") as raised:
+            asked("vllm", drafter=str(tmp_path / folder), version="0.33")
+        assert raised.value.kind == "serve-unsupported"
+        assert "hiddenstore export RUN --engine vllm" in str(raised.value.hint)
 
 
 def test_layers_in_another_engine_s_numbering_are_warned_about(tmp_path: Path, exports: dict[str, str]) -> None:

@@ -183,7 +183,7 @@ def test_a_shorter_draft_is_another_block_and_the_head_starts_without_mixing() -
 
 
 def test_what_xpress_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match="corrects the logits of all tokens of the target, .* cannot be 25") as raised:
+    with pytest.raises(ConfigError, match="corrects the logits of all tokens of the target") as raised:
         xpress_case([9], known=25)
     assert raised.value.hint == f"drafter.vocab_size={VOCAB}"
     with pytest.raises(ValueError, match="dpace weighs by cross-entropies"):

@@ -47,7 +47,7 @@ def _files(checkpoint: Checkpoint, engine: Engine, reads: Reads, dtype: str) -> 
     without the diagonal that vLLM adds, ``mlp.gate_proj`` and ``mlp.up_proj`` [M, R], ``mlp.down_proj`` [R, M]."""
     files, drafter = DFLASH.files(checkpoint, engine, reads, dtype), checkpoint.config
     if engine.name == "speculators":
-        return replace(files, tensors={_their_name(name): tensor for name, tensor in files.tensors.items()})
+        return replace(files, tensors={their_name(name): tensor for name, tensor in files.tensors.items()})
     head = {
         "xpress_block_size": drafter.block_size,
         "xpress_rank": drafter.xpress_rank,
@@ -63,7 +63,7 @@ def _wrapped(config: dict[str, Any], checkpoint: Checkpoint, draft_len: int) -> 
     return wrapped(config, checkpoint, draft_len, "xpress") | head
 
 
-def _their_name(name: str) -> str:
+def their_name(name: str) -> str:
     inner = name.removeprefix(HEAD)
     return name if inner == name else THEIR_HEAD + _THEIRS.get(inner, inner)
 
