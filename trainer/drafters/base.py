@@ -192,7 +192,7 @@ def require_width(config: DrafterConfig, target: TargetInterface, why: str) -> N
         raise ConfigError(problem, kind=Kind.DRAFTER_SHAPE, hint=f"drafter.hidden_size={width}")
 
 
-def require_whole_vocabulary(vocab: DraftVocab, what: str) -> None:
+def require_every_token(vocab: DraftVocab, what: str) -> None:
     """Refuse a draft vocabulary that is not the target's; ``what`` a drafter does with all tokens. Raises ConfigError:
     ``option-invalid``."""
     if not vocab.is_full:

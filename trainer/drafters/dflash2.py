@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.matmul import Linear
 from trainer.attention.block import Sight
-from trainer.drafters.base import TargetFacts, require_whole_vocabulary
+from trainer.drafters.base import TargetFacts, require_every_token
 from trainer.drafters.blocks import recomputed
 from trainer.drafters.dflash import (
     DFLASH,
@@ -169,7 +169,7 @@ class DFlash2(DFlash):
     @classmethod
     def build(cls, config: DFlashConfig, head: HeadBundle, vocab: DraftVocab, seed: int = 0) -> Self:
         """See `DFlash.build`. Raises ConfigError: also where the draft vocabulary is not the target's."""
-        require_whole_vocabulary(vocab, "dflash2 selects among")
+        require_every_token(vocab, "dflash2 selects among")
         return super().build(config, head, vocab, seed)
 
     def logits(self, states: Tensor, previous: Tensor) -> Tensor:

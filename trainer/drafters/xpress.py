@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.matmul import Linear, linear
-from trainer.drafters.base import TargetFacts, require_whole_vocabulary
+from trainer.drafters.base import TargetFacts, require_every_token
 from trainer.drafters.blocks import GatedMLP
 from trainer.drafters.dflash import DFLASH, BlockInputs, DFlash, DFlashConfig
 from trainer.drafters.dspark import BlendLoss, BlendObjective
@@ -92,28 +92,28 @@ class RefinerHead(nn.Module):
     def of_states(self, states: Tensor, newest: Tensor) -> Tensor:
         """What no pass changes of c: of states [N, S, D] and the newest tokens int64 [N], [N, S, R]."""
         mean = self.down_g(states.mean(1, keepdim=True))
-        seen = torch.cat([self.down_h(states), mean.expand(-1, states.shape[1], -1)], -1)
-        x = linear(seen, self.in_proj.weight[:, : seen.shape[-1]])
-        return self._mixed(torch.cat([x[:, :1] + self._told(newest)[:, None], x[:, 1:]], 1), 0)
+        features = torch.cat([self.down_h(states), mean.expand(-1, states.shape[1], -1)], -1)
+        x = linear(features, self.in_proj.weight[:, : features.shape[-1]])
+        return self._mixed(torch.cat([x[:, :1] + self._of_token(newest)[:, None], x[:, 1:]], 1), 0)
 
     def of_tokens(self, tokens: Tensor) -> Tensor:
         """The rest of it, of the tokens int64 [N, K] before slots 1 ... K: [N, K, R]."""
-        return self._mixed(self._told(tokens), 1)
+        return self._mixed(self._of_token(tokens), 1)
 
     def refined(self, x: Tensor) -> Tensor:
         """u of c [..., R]."""
         out: Tensor = x + self.mlp(x)
         return out
 
-    def _told(self, tokens: Tensor) -> Tensor:
+    def _of_token(self, tokens: Tensor) -> Tensor:
         rank = self.w1.embedding_dim
         return linear(F.embedding(tokens, self.w1.weight), self.in_proj.weight[:, 2 * rank :])
 
     def _mixed(self, x: Tensor, first: int) -> Tensor:
         """Slots [N, S, R], the ``first`` of which stands there in its block, each with what it takes of those before
         it."""
-        here = slice(first, first + x.shape[1])
-        weights = self.mix["L"][:, here, here].tril().to(x.dtype)
+        span = slice(first, first + x.shape[1])
+        weights = self.mix["L"][:, span, span].tril().to(x.dtype)
         return x + torch.einsum("rkj,njr->nkr", weights, x)
 
 
@@ -129,7 +129,7 @@ class XPress(DFlash):
     @classmethod
     def build(cls, config: DFlashConfig, head: HeadBundle, vocab: DraftVocab, seed: int = 0) -> Self:
         """See `DFlash.build`. Raises ConfigError: also where the draft vocabulary is not the target's."""
-        require_whole_vocabulary(vocab, "xpress corrects the logits of")
+        require_every_token(vocab, "xpress corrects the logits of")
         return super().build(config, head, vocab, seed)
 
     def fill(
@@ -138,8 +138,8 @@ class XPress(DFlash):
         """See `DFlash.fill`. The last layer is computed from the block's opening on, which the head reads too."""
         first, last = slots
         states = super().fill(tokens, positions, context, blocks, (0, last)).unflatten(0, (-1, last))
-        known = self.xpress_head.of_states(states, tokens).to(states.dtype)
-        return torch.cat([states, known], -1)[:, first:].flatten(0, 1)
+        latent = self.xpress_head.of_states(states, tokens).to(states.dtype)
+        return torch.cat([states, latent], -1)[:, first:].flatten(0, 1)
 
     def before(self, tokens: Tensor) -> Tensor:
         """What slots 1 ... K take of the tokens before them: [N*K, R]."""
@@ -147,8 +147,8 @@ class XPress(DFlash):
 
     def refined(self, states: Tensor, before: Tensor) -> Tensor:
         """[h; u] of states [n, D+R] and what they take of tokens [n, R]: what the head and W2 make logits of."""
-        h, known = self._parts(states)
-        return torch.cat([h, self.xpress_head.refined(known + before.to(known.dtype)).to(h.dtype)], -1)
+        h, latent = self._parts(states)
+        return torch.cat([h, self.xpress_head.refined(latent + before.to(latent.dtype)).to(h.dtype)], -1)
 
     def logits(self, states: Tensor, before: Tensor) -> Tensor:
         h, u = self._parts(self.refined(states, before))
@@ -158,12 +158,12 @@ class XPress(DFlash):
     def passes(self, states: Tensor, newest: Tensor, count: int) -> Iterator[Tensor]:
         """The tokens int64 [N, K] that each of ``count`` passes reads, of states [N*K, D+R] of blocks that open with
         the tokens int64 [N, 1]: at first the most probable ones without the head, then what the pass before chose."""
-        chosen = draft_tokens(self._parts(states)[0], self.head_weight())
+        choice = draft_tokens(self._parts(states)[0], self.head_weight())
         for number in range(count):
-            read = torch.cat([newest, chosen.view(len(newest), -1)[:, :-1]], 1)
+            read = torch.cat([newest, choice.view(len(newest), -1)[:, :-1]], 1)
             yield read
             if number + 1 < count:
-                chosen = block_tokens(self, states, read)
+                choice = block_tokens(self, states, read)
 
     def guesses(self, states: Tensor, tokens: Tensor) -> Tensor:
         *_, read = self.passes(states, tokens[:, :1], self.config.num_jacobi_passes)
@@ -192,14 +192,14 @@ class XPressObjective(BlendObjective):
             return self.losses_of(refined, inputs, scales * weight, model.xpress_head.w2.weight)
 
         taught = after(text, 1.0)
-        parts = []
+        terms = []
         if loss.consistency:
             passes = model.passes(states, text[:, :1], loss.rounds)
-            parts += [after(read, loss.consistency / loss.rounds) for read in passes]
+            terms += [after(read, loss.consistency / loss.rounds) for read in passes]
         if loss.base:
-            parts.append(self.losses_of(states[:, : model.config.hidden_size], inputs, scales * loss.base))
-        total = sum((part.total for part in parts), taught.total)
-        return replace(taught, total=total, value=sum((part.value for part in parts), taught.value))
+            terms.append(self.losses_of(states[:, : model.config.hidden_size], inputs, scales * loss.base))
+        total = sum((term.total for term in terms), taught.total)
+        return replace(taught, total=total, value=sum((term.value for term in terms), taught.value))
 
 
 class _XPressKind(type(DFLASH)):  # type: ignore[misc]

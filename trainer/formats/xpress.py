@@ -112,7 +112,7 @@ _VLLM = Reads(
     since="0.33",
     lacks=(SYMMETRIC_WINDOW, _KERNELS),
     warn=_candidates,
-    whole_blocks=True,
+    full_blocks=True,
 )
 _SPECULATORS = Reads(
     "XPressSpeculator",
