@@ -147,9 +147,11 @@ def test_after_as_many_passes_as_slots_a_draft_is_what_choosing_in_turn_gives() 
     assert all(draft[:passes] == chosen[:passes] for passes, draft in enumerate(drafts))
 
 
-@pytest.mark.parametrize("passes", [1, 2, 6])
+@pytest.mark.parametrize(("passes", "settled"), [(1, 1), (2, 2), (6, 6), (1 << 60, K)])
 @pytest.mark.parametrize("length", [K, 2])
-def test_a_live_draft_is_made_in_passes_over_its_block_and_is_what_recorded_text_says(passes: int, length: int) -> None:
+def test_a_live_draft_is_made_in_passes_over_its_block_and_is_what_recorded_text_says(
+    passes: int, settled: int, length: int
+) -> None:
     case = loud(xpress_case([24], num_jacobi_passes=passes))
     case.batch.loss_mask[:] = True
     case.batch.aux[:] = case.batch.aux.float().double()
@@ -159,7 +161,7 @@ def test_a_live_draft_is_made_in_passes_over_its_block_and_is_what_recorded_text
         ids = case.batch.input_ids[seen + 1 : newest + 1].tolist()
         proposed = live.propose(Verified(case.batch.aux[:, seen:newest], case.batch.final[seen:newest], ids), length)
         states = plain(case, [newest], block=1 + length)[0].detach()
-        assert proposed == plain_draft(case, states, int(case.batch.input_ids[newest]), passes)
+        assert proposed == plain_draft(case, states, int(case.batch.input_ids[newest]), settled)
         text = make_batch([24], torch.ones(24, dtype=torch.bool), dtype=torch.float64)
         text.input_ids[:], text.aux[:] = case.batch.input_ids, case.batch.aux
         text.input_ids[newest + 1 : newest + 1 + length] = torch.tensor(proposed)

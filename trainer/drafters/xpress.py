@@ -166,7 +166,9 @@ class XPress(DFlash):
                 choice = block_tokens(self, states, read)
 
     def guesses(self, states: Tensor, tokens: Tensor) -> Tensor:
-        *_, read = self.passes(states, tokens[:, :1], self.config.num_jacobi_passes)
+        # Behind as many passes as slots nothing moves, however many a file asks for.
+        count = min(self.config.num_jacobi_passes, len(states) // len(tokens))
+        *_, read = self.passes(states, tokens[:, :1], count)
         return read
 
     def _parts(self, rows: Tensor) -> list[Tensor]:
