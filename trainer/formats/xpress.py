@@ -64,6 +64,7 @@ def _wrapped(config: dict[str, Any], checkpoint: Checkpoint, draft_len: int) -> 
 
 
 def their_name(name: str) -> str:
+    """A tensor's name in speculators, by ours."""
     inner = name.removeprefix(HEAD)
     return name if inner == name else THEIR_HEAD + _THEIRS.get(inner, inner)
 
