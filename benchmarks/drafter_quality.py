@@ -64,6 +64,7 @@ ROWS = (
     Row("dspark", ("--drafter", "dspark", *BLOCKS)),
     Row("dflash2", ("--drafter", "dflash2", *BLOCKS), whole=True),
     Row("domino", ("--drafter", "domino", *BLOCKS), whole=True),
+    Row("xpress", ("--drafter", "xpress", *BLOCKS), whole=True),
 )
 BY_NAME = {row.name: row for row in ROWS}
 

@@ -212,6 +212,42 @@ def test_speculators_loads_our_dflash2_gives_its_scores_and_saves_it_again(
 
 
 @torch.no_grad()
+def test_speculators_loads_our_xpress_gives_its_logits_and_saves_it_again(
+    target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from speculators.models.dflash import core
+
+    ours = replace(make("xpress", head=target.head), target_name=target.path)
+    export(ours, "speculators", tmp_path / "out", "float32")
+    theirs = loaded(tmp_path / "out")
+    assert theirs.config.num_jacobi_passes == ours.config.num_jacobi_passes
+    aux, ids = states()
+    anchors, block = torch.tensor([ANCHOR]), ours.model.block_size
+    monkeypatch.setattr(core, "select_anchors", lambda *_: (anchors, torch.ones(1, dtype=torch.bool)))
+    hidden, said, *_ = theirs._backbone_forward(
+        hidden_states=aux.transpose(0, 1).reshape(1, TOKENS, -1),
+        input_ids=ids[None, :TOKENS],
+        loss_mask=torch.ones(1, TOKENS),
+        verifier_last_hidden_states=torch.zeros(1, TOKENS, D),
+        document_ids=torch.zeros(1, TOKENS, dtype=torch.long),
+        max_anchors=1,
+    )
+    text, model = ids[None, ANCHOR : ANCHOR + block - 1], ours.model
+    # Its mask is in no file, and what a load leaves in its place is whatever the memory held.
+    theirs.refiner_head.causal_tril.copy_(torch.ones(block, block).tril())
+    bias = theirs.refiner_head.block_bias(torch.cat([text[:, :1], text], 1), hidden_states=hidden)
+    filled = model.fill(
+        text[0, :1],
+        anchors,
+        model.context(aux[:, :ANCHOR], torch.arange(ANCHOR)),
+        Blocks.of([(0, ANCHOR)], torch.device("cpu")),
+        (1, block),
+    )
+    torch.testing.assert_close((said + bias)[0, 1:], model.logits(filled, model.before(text)), rtol=0, atol=2e-5)
+    assert_comes_back(theirs, ours, tmp_path / "again")
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(("known", "flags"), [(20, {}), (None, {"num_layers": 2})])
 def test_speculators_loads_our_p_eagle_gives_its_logits_and_saves_it_again(
     known: int | None, flags: dict[str, Any], target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,6 +1,7 @@
 """What each engine's loader fills, restated from its published source: every parameter by the file's names, with shape.
 
-vLLM 0.32: ``model_executor/models/{llama_eagle,llama_eagle3,qwen3_dflash,qwen3_dflash2,medusa,mimo_mtp,qwen3_5_mtp}``.
+vLLM 0.32: ``model_executor/models/{llama_eagle,llama_eagle3,qwen3_dflash,qwen3_dflash2,medusa,mimo_mtp,qwen3_5_mtp}``;
+0.33: ``qwen3_xpress``.
 SGLang 0.5.23: ``srt/models/{llama_eagle,llama_eagle3,dflash}``. TensorRT-LLM, main branch of 2026:
 ``_torch/models/{modeling_speculative,modeling_dflash}``. Joint projections (``qkv_proj``, ``gate_up_proj``) are named
 by their parts, which is what a file holds.
@@ -146,6 +147,30 @@ def domino(config: Mapping[str, Any]) -> Shapes:
     }
 
 
+def vllm_xpress(config: Mapping[str, Any]) -> Shapes:
+    """Its head is under ``HYBRID_KEY_MAP``'s names, mixed slots as training has them; the class, not the method, makes
+    it one."""
+    rank, inner, size = (config[f"xpress_{name}"] for name in ("rank", "mlp_hidden", "block_size"))
+    width, vocab = config["hidden_size"], config["vocab_size"]
+    assert config["architectures"] == ["Qwen3XPressModel"]
+    assert config["draft_vocab_size"] == vocab, "it would raise"
+    assert "sample_from_anchor" not in config | config["dflash_config"], "it raises where that is set"
+    assert isinstance(config["xpress_num_passes"], int)
+    assert rank.bit_count() == 1
+    assert inner % 64 == 0
+    return vllm_dflash(config) | {
+        "xpress_head.w1.weight": [vocab, rank],
+        "xpress_head.down_h.weight": [rank, width],
+        "xpress_head.down_g.weight": [rank, width],
+        "xpress_head.in_proj.weight": [rank, 3 * rank],
+        "xpress_head.mix.L": [rank, size, size],
+        "xpress_head.mlp.gate_proj.weight": [inner, rank],
+        "xpress_head.mlp.up_proj.weight": [inner, rank],
+        "xpress_head.mlp.down_proj.weight": [rank, inner],
+        "xpress_head.w2.weight": [vocab, rank],
+    }
+
+
 def dflash2(config: Mapping[str, Any]) -> Shapes:
     """What vLLM's and SGLang's DFlash2 has besides DFlash."""
     said, width, vocab = config["dflash_config"], config["hidden_size"], config["vocab_size"]
@@ -252,6 +277,7 @@ LOADERS: dict[tuple[str, str], Loader] = {
     ("sglang", "dflash"): Loader(dflash),
     ("vllm", "dspark"): Loader(vllm_dspark, shared=frozenset({"lm_head.weight"}), passed_over=frozenset({"t2d"})),
     ("sglang", "dspark"): Loader(lambda c: dflash(c) | dspark(c)),
+    ("vllm", "xpress"): Loader(vllm_xpress, shared=frozenset({"lm_head.weight"})),
     ("vllm", "dflash2"): Loader(lambda c: vllm_dflash(c) | dflash2(c), shared=frozenset({"lm_head.weight"})),
     ("sglang", "dflash2"): Loader(lambda c: dflash(c) | dflash2(c)),
     ("sglang", "domino"): Loader(lambda c: dflash(c) | domino(c)),

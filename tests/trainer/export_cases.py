@@ -70,7 +70,7 @@ def make(
         "intermediate_size": F, "num_heads": N, "num_kv_heads": G, "head_dim": E, "rope_theta": 5000.0,
         "rms_norm_eps": 1e-6, "max_position": 777, "vocab_size": vocab.size,
     }  # fmt: skip
-    if drafter in ("dflash", "dspark", "dflash2", "domino"):
+    if drafter in ("dflash", "dspark", "dflash2", "domino", "xpress"):
         settings |= {"mask_token_id": 7, "block_size": 4, "num_layers": 2}
     if drafter == "dspark":
         settings |= {"markov_rank": 8}
@@ -78,6 +78,8 @@ def make(
         settings |= {"conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
     if drafter == "domino":
         settings |= {"gru_hidden_dim": 12, "emb_dim": 6}
+    if drafter == "xpress":
+        settings |= {"xpress_rank": 32, "num_jacobi_passes": 3}
     if drafter == "peagle":
         settings |= {"mask_token_id": 7, "num_layers": 1}
     if drafter == "medusa":
@@ -126,6 +128,12 @@ KINDS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
     ),
     "domino": ("domino", None, {}),
     "domino, not shifted": ("domino", None, {"shift_label": False}),
+    "xpress": ("xpress", None, {}),
+    "xpress with a wider MLP, its own head and windows": (
+        "xpress",
+        None,
+        {"xpress_mlp_ratio": 4, "train_head": True, "sliding_window": 5, "sliding_causal": True},
+    ),
     "peagle": ("peagle", U, {}),
     "peagle of two layers, whole vocabulary": ("peagle", None, {"num_layers": 2, "fc_norm": True}),
     "mtp": ("mtp", None, {}),

@@ -84,3 +84,15 @@ def test_a_run_says_how_far_it_drafts_and_an_engine_that_cannot_run_it_says_what
     result = CliRunner().invoke(export, [run, "--engine", "trtllm", "-o", str(tmp_path / "no")], standalone_mode=False)
     assert "since 1.3" in str(result.exception)
     assert not (tmp_path / "no").exists()
+
+
+def test_what_comes_after_speculators_layout_is_a_server_that_reads_it_or_a_layout_that_has_one(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples=6, layers=(1, 3, 5))
+    small = ["data.batch_tokens=160", "data.pack_tokens=80", "train.max_steps=1", "train.validate_every=0"]
+    small += ["drafter.mask_token_id=0", "drafter.num_layers=1", "loss.num_anchors=2"]
+    for drafter in ("dflash", "xpress"):
+        run, out = str(tmp_path / drafter), str(tmp_path / f"{drafter}-out")
+        train(store.path, run, drafter=drafter, words=small)
+        said = json.loads(answer(run, "--engine", "speculators", "--target", "ORG/MODEL", "-o", out, "--json"))
+        reads = {"dflash": ["vllm", "serve", out], "xpress": ["hiddenstore", "export", run, "--engine", "vllm"]}
+        assert said["serve"][: len(reads[drafter])] == reads[drafter]

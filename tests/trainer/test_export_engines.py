@@ -14,7 +14,7 @@ from tests.trainer.export_cases import KINDS, case, make, make_head
 from trainer.export.support import ENGINES, checkpoint_word, drafter_export, refusal, required, support, words
 from trainer.export.write import export
 
-VERSIONS = {"vllm": ["0.32"], "sglang": ["0.5.23"], "trtllm": ["1.2.1", "1.3"]}
+VERSIONS = {"vllm": ["0.32", "0.33"], "sglang": ["0.5.23"], "trtllm": ["1.2.1", "1.3"]}
 
 
 def served() -> list[tuple[str, str, str]]:
@@ -168,6 +168,14 @@ REFUSED: list[tuple[str, str | None, str, dict[str, Any], str, str]] = [
     ("sglang", None, "dflash2", {"train_head": True}, "target's head only", "train_head=false"),
     ("speculators", None, "dflash2", {"causal": True}, "see their whole block", "drafter.causal=false"),
     ("speculators", None, "dflash2", {"sliding_window": 9, "sliding_causal": True}, "from each slot", "--engine vllm"),
+    ("vllm", None, "xpress", {}, "first vLLM known to read this format is 0.33", "--engine-version 0.33"),
+    ("sglang", None, "xpress", {}, "has no XPress", "--engine vllm --engine-version 0.33"),
+    ("trtllm", "1.3", "xpress", {}, "has no XPress", "a DFlash drafter"),
+    ("llamacpp", None, "xpress", {}, "has no XPress", "--engine vllm --engine-version 0.33"),
+    ("vllm", "0.33", "xpress", {"xpress_rank": 48}, "a power of two from 16 on", "drafter.xpress_rank=256"),
+    ("vllm", "0.33", "xpress", {"xpress_mlp_ratio": 1}, "an MLP of whole 64s", "drafter.xpress_mlp_ratio=2"),
+    ("vllm", "0.33", "xpress", {"sliding_window": 9}, "symmetric inside a block", "sliding_causal=true"),
+    ("speculators", None, "xpress", {"train_head": True}, "whole vocabulary by the target's", "train_head=false"),
     ("sglang", None, "peagle", {}, "no loader for peagle", "--engine vllm"),
     ("speculators", None, "peagle", {"fc_norm": True}, "does not read fc_norm", "--engine vllm"),
     ("sglang", None, "dflash", {"train_head": True}, "target's head only", "train_head=false"),

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,20 +24,26 @@ from trainer.export.write import export
 from trainer.formats.base import Checkpoint
 from trainer.train.run_folder import load_drafter
 
-NEWEST = {"vllm": "0.32", "sglang": "0.5.23", "trtllm": "1.3", "llamacpp": "11434", "speculators": "0.9"}
+VERSIONS = {
+    "vllm": ("0.33", "0.32"),
+    "sglang": ("0.5.23",),
+    "trtllm": ("1.3",),
+    "llamacpp": ("11434",),
+    "speculators": ("0.9",),
+}
 
 
-def served() -> list[tuple[str, str]]:
-    """(engine, case) of everything the newest version of each engine takes."""
-    found = []
+def served() -> list[tuple[str, str, str]]:
+    """(engine, version, case) of the newest version of each engine that takes it."""
+    found = {}
     for engine in ENGINES:
-        for name in KINDS:
+        for version, name in product(VERSIONS[engine], KINDS):
             try:
-                required(case(name), ENGINES[engine], NEWEST[engine])
+                required(case(name), ENGINES[engine], version)
             except ConfigError:
                 continue
-            found.append((engine, name))
-    return found
+            found.setdefault((engine, name), version)
+    return [(engine, version, name) for (engine, name), version in found.items()]
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -54,12 +61,14 @@ def attention_aside(config: DrafterConfig) -> dict[str, object]:
     return said
 
 
-@pytest.mark.parametrize(("engine", "name"), served())
-def test_an_export_reads_back_as_the_very_settings_and_weights(engine: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("engine", "version", "name"), served())
+def test_an_export_reads_back_as_the_very_settings_and_weights(
+    engine: str, version: str, name: str, tmp_path: Path
+) -> None:
     before = case(name)
     is_part = (engine, before.config.name) == ("llamacpp", "mtp")
     target = write_target(tmp_path / "target.gguf", architecture="qwen35" if is_part else "llama")
-    export(replace(before, target_name=target), engine, tmp_path / "out", "float32", NEWEST[engine])
+    export(replace(before, target_name=target), engine, tmp_path / "out", "float32", version)
     after = read_published(tmp_path / "out", before.head, LAYERS)
     # That file holds what a norm multiplies by, 1 + weight, of which the weight is read to the last bit of the sum.
     added = {name: 1.0 if is_part and tensor.ndim == 1 else 0.0 for name, tensor in after.weights.items()}

@@ -275,6 +275,32 @@ def test_domino_as_specforge_and_modelopt_publish_it_is_read_and_refused_where_i
             read_published(tmp_path / "out", checkpoint.head, LAYERS)
 
 
+def test_xpress_in_a_config_of_its_own_is_read_and_refused_where_it_is_another(tmp_path: Path) -> None:
+    """As vLLM's ``qwen3_xpress.py`` takes it where little is said."""
+    checkpoint = make("xpress", num_jacobi_passes=6)
+    export(checkpoint, "vllm", tmp_path / "out", "float32", "0.33")
+    (tmp_path / "out" / "hiddenstore.json").unlink()
+    file, weights = tmp_path / "out" / "config.json", tmp_path / "out" / "model.safetensors"
+    config, tensors = json.loads(file.read_text()), load_file(weights)
+    for name in ("draft_vocab_size", "block_size", "xpress_num_passes", "xpress_block_size", "xpress_rank"):
+        del config[name]
+    del config["dflash_config"]["block_size"]
+    for architecture in ("Qwen3XPressModel", "DFlashQwen3XPressModel", "DFlashDraftModel"):
+        file.write_text(json.dumps({**config, "architectures": [architecture]}))
+        found, ours = read_published(tmp_path / "out", checkpoint.head, LAYERS), checkpoint.model.state_dict()
+        assert found.config.model_dump() == checkpoint.config.model_dump()
+        assert all(torch.equal(found.weights[name], tensor) for name, tensor in ours.items())
+    file.write_text(json.dumps({**config, "sample_from_anchor": True}))
+    with pytest.raises(ConfigError, match="sample_from_anchor is set"):
+        read_published(tmp_path / "out", checkpoint.head, LAYERS)
+    file.write_text(json.dumps(config))
+    for name in ("gate_proj", "up_proj"):
+        tensors[f"xpress_head.mlp.{name}.weight"] = tensors[f"xpress_head.mlp.{name}.weight"][:40].clone()
+    save_file(tensors, weights)
+    with pytest.raises(ConfigError, match="MLP is 40 wide, which is no multiple of its rank, 32"):
+        read_published(tmp_path / "out", checkpoint.head, LAYERS)
+
+
 MODELOPT_HEADS = {"markov_head.": "", "confidence_head.proj": "confidence_proj"}
 """How our names begin, and what ModelOpt's have instead."""
 

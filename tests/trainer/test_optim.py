@@ -81,16 +81,21 @@ def test_muon_moves_a_matrix_along_the_orthogonal_part_of_its_gradient_and_a_tab
 
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
-def test_markov_tables_take_a_higher_rate_of_adamw_than_what_else_it_trains(kind: str) -> None:
-    head = {name: nn.Linear(6, 4, bias=False) for name in ("markov_w2", "lm_head")}
-    model = nn.ModuleDict({"markov_head": nn.ModuleDict(head)})
+def test_tables_of_pairs_of_tokens_take_a_higher_rate_of_adamw_than_what_else_it_trains(kind: str) -> None:
+    names = ("markov_w2", "xpress_head.w2", "lm_head")
+    head = {name: nn.Linear(6, 4, bias=False) for name in names}
+    model = nn.Module()
+    model.markov_w2, model.lm_head = head["markov_w2"], head["lm_head"]
+    model.xpress_head = nn.ModuleDict({"w2": head["xpress_head.w2"]})
     before = {name: layer.weight.detach().clone() for name, layer in head.items()}
     config = OptimConfig.model_validate({"kind": kind, "lr": 0.01, "schedule": "constant", "warmup_ratio": 0.0})
     for layer in head.values():
         layer.weight.grad = torch.randn_like(layer.weight)
     Optimizer(model, config, 10).step(0)
     moved = {name: float((layer.weight.detach() - before[name]).abs().mean()) for name, layer in head.items()}
-    assert moved == pytest.approx({"markov_w2": 0.01 * MARKOV_RATE, "lm_head": 0.01}, rel=1e-3)
+    assert moved == pytest.approx(
+        dict(zip(names, (0.01 * MARKOV_RATE, 0.01 * MARKOV_RATE, 0.01), strict=True)), rel=1e-3
+    )
 
 
 def test_a_norm_that_is_not_finite_changes_nothing() -> None:

@@ -291,10 +291,10 @@ BEYOND = {
 @pytest.mark.parametrize(
     ("name", "engine", "version", "said", "fix"),
     [
-        ("xpress", "vllm", None, "class is Qwen3XPressModel", "--engine vllm --engine-version 0.33"),
+        ("xpress", "vllm", None, r"first vLLM known to read this format is 0\.33", "--engine-version 0.33"),
         ("xpress", "vllm", "0.33", None, None),
-        ("xpress", "sglang", None, "class is Qwen3XPressModel", "--engine vllm --engine-version 0.33"),
-        ("xpress", "trtllm", None, "class is Qwen3XPressModel", "--engine vllm --engine-version 0.33"),
+        ("xpress", "sglang", None, "has no XPress", "--engine vllm --engine-version 0.33"),
+        ("xpress", "trtllm", None, "has no XPress", "--engine vllm --engine-version 0.33"),
         ("lilicorr", "vllm", None, None, None),
         ("lilicorr", "sglang", None, None, None),
         ("lilicorr", "trtllm", None, "projector_type is lilicorr", "0.32 or --engine sglang --engine-version 0.5.23"),
@@ -368,6 +368,37 @@ def test_a_dspark_whose_newest_token_proposes_nothing_drafts_one_token_less_than
     resolved, plan = asked("sglang", drafter=published(tmp_path / "drafter", **config))
     assert resolved.request.draft_len == length
     assert plan.command[plan.command.index("--speculative-dspark-block-size") + 1] == str(length)
+
+
+def test_vllm_serves_an_xpress_from_0_33_on_and_whole_blocks_alone(tmp_path: Path) -> None:
+    ours = str(tmp_path / "ours")
+    export(make("xpress", draft_len=2), "vllm", Path(ours), version="0.33")
+    resolved, plan = asked("vllm", drafter=ours)
+    assert json.loads(plan.command[4]) == {"method": "dflash", "model": ours, "num_speculative_tokens": 3}
+    assert "whole blocks alone, 3 tokens" in resolved.warnings[1]
+    assert "--set xpress_topc=0" in resolved.warnings[0]
+    with pytest.raises(ConfigError, match=r"whole blocks of .* alone, 3 tokens, not 2") as raised:
+        asked("vllm", drafter=ours, draft_len=2)
+    assert raised.value.hint == "--draft-len 3"
+    with pytest.raises(ConfigError, match=r"first vLLM known to read this format is 0\.33"):
+        asked("vllm", drafter=ours, version="0.32")
+    published_one = published(tmp_path / "published", architectures=["Qwen3XPressModel"], num_speculative_steps=7)
+    assert asked("vllm", drafter=published_one, version="0.33")[0].request.draft_len == 7
+    with pytest.raises(ConfigError, match="has no XPress"):
+        asked("sglang", drafter=published_one)
+
+
+def test_vllm_does_not_serve_an_xpress_in_speculators_layout(tmp_path: Path) -> None:
+    """0.33's ``configs/speculators`` knows no ``xpress``."""
+    export(make("xpress"), "speculators", tmp_path / "ours")
+    for folder, written in (("ours", True), ("published", False)):
+        if not written:
+            (tmp_path / "ours").rename(tmp_path / folder)
+            (tmp_path / folder / "hiddenstore.json").unlink()
+        with pytest.raises(ConfigError, match="this is speculators' layout") as raised:
+            asked("vllm", drafter=str(tmp_path / folder), version="0.33")
+        assert raised.value.kind == "serve-unsupported"
+        assert "hiddenstore export RUN --engine vllm" in str(raised.value.hint)
 
 
 def test_layers_in_another_engine_s_numbering_are_warned_about(tmp_path: Path, exports: dict[str, str]) -> None:

@@ -31,7 +31,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 def extra(drafter: str) -> list[str]:
     """The random store holds no tokenizer that a mask token could follow from."""
-    return ["drafter.mask_token_id=0"] if drafter in ("dflash", "dspark", "dflash2", "domino", "peagle") else []
+    return (
+        ["drafter.mask_token_id=0"] if drafter in ("dflash", "dspark", "dflash2", "domino", "xpress", "peagle") else []
+    )
 
 
 def drafter_of(preset: str) -> str:

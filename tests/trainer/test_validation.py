@@ -27,6 +27,7 @@ DRAWING = {
     "dflash": BLOCKS,
     "dspark": BLOCKS,
     "domino": BLOCKS,
+    "xpress": [*BLOCKS, "drafter.xpress_rank=8"],
     "peagle": ["drafter.mask_token_id=0", "drafter.num_layers=1", "loss.steps=3"],
 }
 OTHERS = [word for word in ON_CPU if not word.startswith(("loss.", "drafter.hidden_size", "drafter.vocab"))]

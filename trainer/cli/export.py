@@ -1,5 +1,6 @@
 """Out to others and in: ``hiddenstore export``, ``export-data`` and ``import-drafter``."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -95,7 +96,7 @@ def export(
     if yarn is not None:
         checkpoint = stretched(checkpoint, *yarn)
     done = write(checkpoint, engine, folder, dtype, version)
-    serve = _to_serve(loaded, engine, out, target)
+    serve = _to_serve(loaded, engine, run, out, target)
     document = {
         "run": run,
         "step": loaded.step,
@@ -132,11 +133,16 @@ def _show(done: "ExportedDrafter", step: int) -> None:
     )
 
 
-def _to_serve(loaded: "LoadedDrafter", engine: str, out: str, target: str | None) -> list[str]:
+def _to_serve(loaded: "LoadedDrafter", engine: str, run: str, out: str, target: str | None) -> list[str]:
+    from hiddenstore.files.documents import foreign_json
+    from hiddenstore.targets.folder import CONFIG_FILE
     from hiddenstore.targets.identity import target_argument
+    from trainer.export.support import drafter_export
 
     if engine == "speculators":
-        return ["vllm", "serve", out]
+        config = foreign_json((Path(out) / CONFIG_FILE).read_bytes())
+        read = drafter_export(loaded.kind.name).unread(config, "vllm") is None
+        return ["vllm", "serve", out] if read else ["hiddenstore", "export", run, "--engine", "vllm", "-o", "OUT"]
     served = target if target and engine == "llamacpp" else target_argument(loaded.identity)
     return ["hiddenstore", "serve", out, "--engine", engine, "--target", served]
 

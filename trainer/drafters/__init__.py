@@ -26,6 +26,7 @@ DRAFTERS: "Registry[DrafterKind[Any, Any, Any]]" = Registry(
         "dspark": "trainer.drafters.dspark:DSPARK",
         "dflash2": "trainer.drafters.dflash2:DFLASH2",
         "domino": "trainer.drafters.domino:DOMINO",
+        "xpress": "trainer.drafters.xpress:XPRESS",
         "mtp": "trainer.drafters.mtp:MTP",
     },
     "trainer.drafters.base:DrafterKind",

@@ -23,6 +23,7 @@ from trainer.config import DrafterConfig, LossConfig
 from trainer.formats.base import DrafterExport
 from trainer.losses.fused_head import StepLosses
 from trainer.losses.teacher import TargetInterface
+from trainer.vocab import DraftVocab
 
 FinalRows = Literal["none", "supervised", "all"]
 
@@ -190,6 +191,18 @@ def require_width(config: DrafterConfig, target: TargetInterface, why: str) -> N
     if config.hidden_size != width:
         problem = f"{why}: drafter.hidden_size is {config.hidden_size}, the target's is {width}"
         raise ConfigError(problem, kind=Kind.DRAFTER_SHAPE, hint=f"drafter.hidden_size={width}")
+
+
+def require_every_token(vocab: DraftVocab, what: str) -> None:
+    """Refuse a draft vocabulary that is not the target's; ``what`` a drafter does with all tokens. Raises ConfigError:
+    ``option-invalid``."""
+    if not vocab.is_full:
+        raise ConfigError(
+            f"{what} all tokens of the target, {vocab.target_size}, so drafter.vocab_size cannot be {vocab.size}: no "
+            "engine reads it with fewer",
+            kind=Kind.OPTION_INVALID,
+            hint=f"drafter.vocab_size={vocab.target_size}",
+        )
 
 
 class LiveTree(Protocol):

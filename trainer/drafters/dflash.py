@@ -50,7 +50,7 @@ from trainer.drafters.blocks import Attention, DecoderLayer, RMSNorm, Rotary, re
 from trainer.drafters.live import KeyValues, LiveBlocks, block_hits, draft_logits
 from trainer.formats.dflash import DFLASH as DFLASH_EXPORT
 from trainer.losses.fused_head import StepLosses, Supervision, head_losses
-from trainer.losses.kinds import LOSSES
+from trainer.losses.kinds import LOSSES, LossKind
 from trainer.losses.teacher import FP32_HEAD_BYTES, TargetInterface, Teacher, TeacherRows
 from trainer.slots import (
     AnchorRule,
@@ -171,27 +171,29 @@ class BlockObjective:
         states = self.model.block_states(inputs.batch, inputs.block_map)
         return self.losses_of(states, inputs, self.scales(denominators))
 
-    def losses_of(
-        self,
-        states: Tensor,
-        inputs: BlockInputs,
-        scales: Tensor,
-        *,
-        head: Tensor | None = None,
-        fixed: Tensor | None = None,
-    ) -> StepLosses:
-        """The same of states [N*K, D] of its slots, or under another ``head`` and what is ``fixed`` before it (see
-        `head_losses`)."""
+    def losses_of(self, states: Tensor, inputs: BlockInputs, scales: Tensor, more: Tensor | None = None) -> StepLosses:
+        """The same of states [N*K, D] of its slots; of [N*K, D+M] where the head has ``more`` trained columns
+        [U, M]."""
         by_losses = self.loss.weighting == "dpace"
+        head, fixed = self.model.head_weight(), None
+        if more is not None and self.model.frozen_head is None:
+            head = torch.cat([head, more], 1)
+        elif more is not None:
+            head, fixed = more, head
         return head_losses(
             states,
-            self.model.head_weight() if head is None else head,
+            head,
             self._supervision(inputs, complete=by_losses),
             scales,
-            LOSSES["text_ce"],
+            self.kind,
             weigh=partial(dpace_weights, alpha=self.loss.dpace_alpha) if by_losses else None,
             fixed=fixed,
         )
+
+    @property
+    def kind(self) -> LossKind:
+        """The loss of a slot."""
+        return LOSSES["text_ce"]
 
     def scales(self, denominators: Tensor) -> Tensor:
         """What the losses of each depth are multiplied by: fp32 [K]."""
@@ -425,6 +427,9 @@ class DFlash(Drafter):
     def head_weight(self) -> Tensor:
         """Draft logits are its product with states: [U, D]."""
         return self.lm_head.weight if self.frozen_head is None else self.frozen_head
+
+    def guesses(self, states: Tensor, tokens: Tensor) -> Tensor:
+        return tokens
 
     def before(self, tokens: Tensor) -> Tensor:
         return tokens.flatten()

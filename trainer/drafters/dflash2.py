@@ -23,11 +23,10 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hiddenstore.errors import ConfigError, Kind
 from hiddenstore.targets.head import HeadBundle
 from hiddenstore.targets.matmul import Linear
 from trainer.attention.block import Sight
-from trainer.drafters.base import TargetFacts
+from trainer.drafters.base import TargetFacts, require_every_token
 from trainer.drafters.blocks import recomputed
 from trainer.drafters.dflash import (
     DFLASH,
@@ -170,13 +169,7 @@ class DFlash2(DFlash):
     @classmethod
     def build(cls, config: DFlashConfig, head: HeadBundle, vocab: DraftVocab, seed: int = 0) -> Self:
         """See `DFlash.build`. Raises ConfigError: also where the draft vocabulary is not the target's."""
-        if not vocab.is_full:
-            raise ConfigError(
-                f"dflash2 selects among all tokens of the target, {vocab.target_size}, so drafter.vocab_size cannot be "
-                f"{vocab.size}: no engine reads it with fewer",
-                kind=Kind.OPTION_INVALID,
-                hint=f"drafter.vocab_size={vocab.target_size}",
-            )
+        require_every_token(vocab, "dflash2 selects among")
         return super().build(config, head, vocab, seed)
 
     def logits(self, states: Tensor, previous: Tensor) -> Tensor:

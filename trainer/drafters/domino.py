@@ -138,11 +138,9 @@ class DominoObjective(BlockObjective):
     def losses(self, inputs: BlockInputs, denominators: Tensor) -> StepLosses:
         """What this pack adds to the loss of the global batch. Sums and hits are those of the logits with the head."""
         model, scales = self.model, self.scales(denominators)
-        states = model.block_states(inputs.batch, inputs.block_map)
-        base, correction, fixed = self.loss.base_at(model.progress), model.widening, model.frozen_head
-        head = correction if fixed is not None else torch.cat([model.lm_head.weight, correction], 1)
+        states, base = model.block_states(inputs.batch, inputs.block_map), self.loss.base_at(model.progress)
         joined = model.joined(inputs.batch, inputs.block_map, states)
-        losses = self.losses_of(joined, inputs, scales * (1 - base), head=head, fixed=fixed)
+        losses = self.losses_of(joined, inputs, scales * (1 - base), model.widening)
         if not base:
             return losses
         alone = self.losses_of(states, inputs, scales * base)

@@ -26,7 +26,7 @@ from trainer.drafters.base import Needs, TargetFacts
 from trainer.drafters.dflash import DFLASH, BlockInputs, BlockLoss, BlockObjective, DFlash, DFlashConfig
 from trainer.drafters.live import draft_logits
 from trainer.formats.dspark import DSPARK as DSPARK_EXPORT
-from trainer.losses.fused_head import StepLosses, head_losses
+from trainer.losses.fused_head import StepLosses
 from trainer.losses.kinds import Compared, LossKind, Slopes
 from trainer.slots import BlockMap
 from trainer.vocab import DraftVocab
@@ -35,8 +35,8 @@ PUBLISHED_BLOCK, PUBLISHED_RANK = 7, 256
 EVERY_ANCHOR = 1 << 30
 
 
-class DSparkLoss(BlockLoss):
-    """What the slots of a block are taught."""
+class BlendLoss(BlockLoss):
+    """What the slots of a block are taught: a label, and the target's distribution by its overlap."""
 
     labels: Literal["text", "target"] = "target"
     """What the cross-entropy teaches: the text's token or the target's most probable one."""
@@ -46,6 +46,21 @@ class DSparkLoss(BlockLoss):
     """Weight of the cross-entropy."""
     overlap: float = Field(0.9, ge=0)
     """Weight of one less the overlap of both distributions, which is the chance of a rejection."""
+
+    @model_validator(mode="after")
+    def _weighs_by_place(self) -> Self:
+        if self.weighting == "dpace":
+            raise ValueError("dpace weighs by cross-entropies alone; slots taught by an overlap are weighed by decay")
+        return self
+
+    @property
+    def reads_teacher(self) -> bool:
+        return True
+
+
+class DSparkLoss(BlendLoss):
+    """What the slots of a block are taught."""
+
     overlap_mass: Literal["whole", "draft"] = "draft"
     """The overlap takes the target's probabilities as they are (``whole``) or scaled up to one over the draft
     vocabulary (``draft``: speculators), where it says fewer rejections than there are."""
@@ -53,20 +68,10 @@ class DSparkLoss(BlockLoss):
     """Weight of the confidence head's cross-entropy with the overlap."""
 
     @model_validator(mode="after")
-    def _weighs_by_place(self) -> Self:
-        if self.weighting == "dpace":
-            raise ValueError("dpace weighs by cross-entropies alone; DSpark's slots are weighed by decay")
-        return self
-
-    @model_validator(mode="after")
     def _teaches_something(self) -> Self:
         if not (self.cross_entropy or self.overlap or self.confidence):
             raise ValueError("cross_entropy, overlap and confidence are all 0")
         return self
-
-    @property
-    def reads_teacher(self) -> bool:
-        return True
 
     def as_rejection(self) -> Self:
         """The overlap alone, of a block behind every token."""
@@ -151,12 +156,22 @@ def _blend(cross_entropy: float, overlap: float, compared: Compared) -> Slopes:
     return Slopes(value, by_cross=cross_entropy, by_overlap=-overlap)
 
 
-class DSparkObjective(BlockObjective):
+class BlendObjective(BlockObjective):
+    """What the loop optimises: DFlash's slots under `BlendLoss`."""
+
+    loss: BlendLoss
+    compares = True
+
+    @property
+    def kind(self) -> LossKind:
+        return LossKind(partial(_blend, self.loss.cross_entropy, self.loss.overlap), overlap=True)
+
+
+class DSparkObjective(BlendObjective):
     """What the loop optimises: DFlash's slots under both heads."""
 
     model: DSpark
     loss: DSparkLoss
-    compares = True
 
     @property
     def takes_mass(self) -> bool:
@@ -167,10 +182,7 @@ class DSparkObjective(BlockObjective):
         model, loss = self.model, self.loss
         joined = model.block_states(inputs.batch, inputs.block_map)
         scales = self.scales(denominators)
-        markov, fixed = model.markov_head.markov_w2.weight, model.frozen_head
-        trained = markov if fixed is not None else torch.cat([model.lm_head.weight, markov], 1)
-        blend = LossKind(partial(_blend, loss.cross_entropy, loss.overlap), overlap=True)
-        losses = head_losses(joined, trained, self._supervision(inputs, complete=False), scales, blend, fixed=fixed)
+        losses = self.losses_of(joined, inputs, scales, model.markov_head.markov_w2.weight)
         if not model.config.confidence_head or loss.confidence == 0:
             return losses
         assert losses.overlap is not None

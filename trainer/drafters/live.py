@@ -212,7 +212,7 @@ class BlockModel(Protocol):
     """A drafter that fills blocks."""
 
     chained: bool
-    """Whether a proposal depends on the one before."""
+    """Whether a proposal is chosen after the one before."""
 
     @property
     def block_size(self) -> int:
@@ -225,6 +225,13 @@ class BlockModel(Protocol):
     @property
     def window(self) -> int | None:
         """How far a slot sees."""
+
+    def head_weight(self) -> Tensor:
+        """Of the draft vocabulary: [U, D]."""
+
+    def guesses(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """The tokens int64 [N, K] that ``before`` reads where blocks of states [N*K, ...] are drafted, by those that
+        are known, int64 [N, 1] or more, the newest one first."""
 
     def before(self, tokens: Tensor) -> Tensor:
         """What slots know of the tokens int64 [N, K] before them in their blocks, the newest one and then proposals:
@@ -260,13 +267,19 @@ def block_hits(model: BlockModel, vocab: DraftVocab, pack: PackedBatch, draft_le
         states = model.fill(pack.input_ids[rows], pack.positions[rows], context, blocks, slots)
         ahead, inside = following_rows(pack.document, rows, draft_len)
         # Up to its first miss a draft is the text itself.
-        before = model.before(pack.input_ids[torch.cat([rows[:, None], ahead[:, :-1]], 1)])
-        few = max(1, LOGIT_BUDGET // vocab.size)
-        parts = zip(states.split(few), before.split(few), strict=True)
-        best = torch.cat([model.logits(*part).argmax(-1) for part in parts])
+        text = pack.input_ids[torch.cat([rows[:, None], ahead[:, :-1]], 1)]
+        best = block_tokens(model, states, model.guesses(states, text))
         proposed = vocab.target_ids.to(states.device)[best].view(-1, draft_len)
         hits[rows] = (inside & (proposed == pack.input_ids[ahead])).cumprod(1).sum(1)
     return hits
+
+
+def block_tokens(model: BlockModel, states: Tensor, tokens: Tensor) -> Tensor:
+    """Most probable draft ids int64 [N*K] of states [N*K, ...] whose blocks hold the tokens int64 [N, K] before them;
+    few rows of logits exist at a time."""
+    few = max(1, LOGIT_BUDGET // len(model.head_weight()))
+    parts = zip(states.split(few), model.before(tokens).split(few), strict=True)
+    return torch.cat([model.logits(*part).argmax(-1) for part in parts])
 
 
 class LiveBlocks:
@@ -289,7 +302,7 @@ class LiveBlocks:
         slots = (self._model.first_slot, self._model.first_slot + draft_len)
         states, tokens = self._model.fill(newest[:1], newest[1:], context, blocks, slots), newest[:1]
         for rows in states.split(1 if self._model.chained else draft_len):
-            before = self._model.before(tokens[None])[-1:]
+            before = self._model.before(self._model.guesses(rows, tokens[None]))[-len(rows) :]
             tokens = torch.cat([tokens, self._target_ids[pick(self._model.logits(rows, before))]])
         return [int(token) for token in tokens[1:].tolist()]
 

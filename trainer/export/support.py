@@ -2,10 +2,10 @@
 the target a drafter was trained for: its config, tokenizer, weights.
 
 Sources: vLLM 0.32 and 0.33 (``llama_eagle.py``, ``llama_eagle3.py``, ``qwen3_dflash.py``, ``qwen3_dflash2.py``,
-``medusa.py``, ``v1/spec_decode``), speculators 0.9, whose library reads its files back in a test; SGLang 0.5.23
-(``llama_eagle.py``, ``llama_eagle3.py`` and a copy from before it, ``dflash.py``) and TensorRT-LLM 1.2 to its main
-branch of 2026 (``modeling_speculative.py``, ``modeling_dflash.py``, pull requests 11010 and 14988), of which nothing
-was run. All are Apache-2.0. llama.cpp b11434 (``src/models/eagle3.cpp``, ``dflash.cpp``), MIT.
+``qwen3_xpress.py``, ``medusa.py``, ``v1/spec_decode``), speculators 0.9, whose library reads its files back in a test;
+SGLang 0.5.23 (``llama_eagle.py``, ``llama_eagle3.py`` and a copy from before it, ``dflash.py``) and TensorRT-LLM 1.2 to
+its main branch of 2026 (``modeling_speculative.py``, ``modeling_dflash.py``, pull requests 11010 and 14988), of which
+nothing was run. All are Apache-2.0. llama.cpp b11434 (``src/models/eagle3.cpp``, ``dflash.cpp``), MIT.
 """
 
 import re
@@ -60,6 +60,7 @@ _EXPORTS: Registry[DrafterExport] = Registry(
         "dspark": "trainer.formats.dspark:DSPARK",
         "dflash2": "trainer.formats.dflash2:DFLASH2",
         "domino": "trainer.formats.domino:DOMINO",
+        "xpress": "trainer.formats.xpress:XPRESS",
         "mtp": "trainer.formats.mtp:MTP",
     },
     "trainer.formats.base:DrafterExport",

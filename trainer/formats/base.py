@@ -101,7 +101,8 @@ class Reads:
     config.json. ``method``: what the engine calls drafting with it. ``source``: what the names were read from. ``ran``:
     the version in which a real engine ran the exported file; in any other, names and shapes are compared with a
     restatement of its published loader. ``warn``: what is known to go wrong in silence with a published
-    ``config.json``. ``told``: what its speculation has to be told besides method, model and length."""
+    ``config.json``. ``told``: what its speculation has to be told besides method, model and length.
+    ``full_blocks``: it drafts as far as the drafter can, and with another length reads the weights wrong."""
 
     architecture: str
     method: str
@@ -113,6 +114,7 @@ class Reads:
     quirks: Quirks = Quirks()
     warn: Callable[[Mapping[str, Any]], str | None] = lambda config: None
     told: Mapping[str, Any] = field(default_factory=dict)
+    full_blocks: bool = False
 
     def same_file(self, other: "Row | None") -> bool:
         """Whether a file that was written for this row is one for the other."""

@@ -147,8 +147,8 @@ def _foreign_head(dflash: Mapping[str, Any]) -> str | None:
     return None if head in (None, "dflash") else str(head)
 
 
-_PLAIN_CLASS = re.compile(r"(?!.*xpress).*dflash.*|MuseGlimmerAssistantModel", re.IGNORECASE)
-_HEADS = {"LiLiCorr": {"vllm": "0.32", "sglang": "0.5.23"}, "XPress": {"vllm": "0.33"}}
+_PLAIN_CLASS = re.compile(r".*dflash.*|MuseGlimmerAssistantModel", re.IGNORECASE)
+_HEADS = {"LiLiCorr": {"vllm": "0.32", "sglang": "0.5.23"}}
 """What follows DFlash's states in files of a class with this word, and since when an engine has that class (vLLM's
 ``registry.py``, SGLang's ``lilicorr.py``)."""
 
@@ -191,7 +191,7 @@ def _beside_dflash(config: Mapping[str, Any]) -> Iterator[str]:
         if not _PLAIN_CLASS.fullmatch(name):
             yield f"class is {name}"
     for key in (*config, *dflash):
-        if key.startswith(("lilicorr_", "xpress_")) and dflash.get("lilicorr_enabled") is not False:
+        if key.startswith("lilicorr_") and dflash.get("lilicorr_enabled") is not False:
             yield f"config.json has {key}"
 
 
@@ -235,8 +235,9 @@ def _probe(model: Any, checkpoint: Checkpoint) -> "Tensor":
     aux, ids = base.probe_states(checkpoint, len(model.config.aux_layers)), base.probe_ids(checkpoint)
     context = model.context(aux, torch.arange(base.PROBE_TOKENS))
     blocks = Blocks.of([(0, base.PROBE_TOKENS)], torch.device("cpu"))
-    states = model.fill(ids[:1], torch.tensor([base.PROBE_TOKENS]), context, blocks, (0, model.block_size))
-    logits: Tensor = model.logits(states, model.before(ids[None, : model.block_size]))
+    slots = (model.first_slot, model.first_slot + model.config.longest)
+    states = model.fill(ids[:1], torch.tensor([base.PROBE_TOKENS]), context, blocks, slots)
+    logits: Tensor = model.logits(states, model.before(ids[None, : model.config.longest]))
     return logits
 
 

@@ -155,6 +155,8 @@ def check_engine(drafter: ServedDrafter, engine: ServingEngine, version: str) ->
     if drafter.engine not in engine.loads:
         problem = f"{drafter.path} was exported for {drafter.engine}; {engine.title} reads other layer ids and names"
         raise FormatError(problem, kind=Kind.SERVE_ENGINE, hint=f"hiddenstore export RUN --engine {engine.name} -o DIR")
+    if drafter.engine != engine.name:
+        _check_published(drafter, engine, version)
     table = ENGINES[drafter.engine]
     written = drafter.version or table.version
     ours, theirs = (row(table, at, drafter.method) for at in (written, version))

@@ -68,13 +68,12 @@ def resolve(engine: ServingEngine, options: ServeOptions) -> Resolved:
     if options.version is None and exported_for and parse_version(exported_for) != parse_version(version):
         version = exported_for
     parse_version(version)
-    engine.reads(method, version)
-    warnings = []
+    reads, warnings = engine.reads(method, version), []
     if drafter and needs_model(method):
         check_engine(drafter, engine, version)
         warnings += check_target(drafter, options.target)
         warnings += warnings_of(drafter, engine, version, options.target)
-    draft_len, remarks = _draft_len(options, drafter)
+    draft_len, remarks = _draft_len(options, drafter, engine.title if reads and reads.full_blocks else None)
     checked = {
         "method": method,
         "drafter": options.drafter if needs_model(method) or method == "user-provided" else None,
@@ -187,9 +186,16 @@ def _drafter(options: ServeOptions) -> ServedDrafter | None:
     return read_drafter(folder, options.method)
 
 
-def _draft_len(options: ServeOptions, drafter: ServedDrafter | None) -> tuple[int, list[str]]:
+def _draft_len(options: ServeOptions, drafter: ServedDrafter | None, full: str | None) -> tuple[int, list[str]]:
+    """``full``: the engine that drafts as far as this drafter can and no less; None where it may be less."""
     trained = drafter.draft_len if drafter else None
     longest = drafter.longest if drafter else None
+    if full and longest and options.draft_len in (None, longest):
+        remark = f"the drafter was exported to draft {trained}; {full} drafts its whole blocks alone, {longest} tokens"
+        return longest, [remark] if trained != longest else []
+    if full and longest:
+        problem = f"{full} drafts whole blocks of {options.drafter} alone, {longest} tokens, not {options.draft_len}"
+        raise ConfigError(problem, kind=Kind.SERVE_SETTING, hint=f"--draft-len {longest}")
     if options.draft_len is None:
         return trained or DRAFT_LEN, []
     if longest is not None and options.draft_len > longest:

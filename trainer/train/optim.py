@@ -96,14 +96,17 @@ def _cost(matrix: Tensor) -> int:
     return short * short * (2 * long + short)
 
 
-TABLES = ("embed_tokens", "lm_head", "markov_w1", "markov_w2", "codebook", "embed_proj.2")
+TABLES = ("embed_tokens", "lm_head", "markov_w1", "markov_w2", "codebook", "embed_proj.2", "xpress_head.w")
 """Matrices whose rows are tokens: AdamW's, as Muon's author has it."""
 MUON_RATE = 2.0
 """Muon's rate over AdamW's. On the bundled target, 300 steps, one seed, chains of 3, both parts at once, twice and four
 times the derived rate: EAGLE-3.1 1.576, 1.607, 1.520; DFlash 1.378, 1.392, 1.401; under AdamW alone 1.496 and 1.206."""
 MARKOV_RATE = 4.0
-"""AdamW's rate of DSpark's Markov tables over that of what else it trains: most of their rows see few tokens of a short
-run (benchmarks/results/rate-2026-11-25.md)."""
+"""AdamW's rate of DSpark's Markov tables and XPress's over that of what else it trains: most of their rows see few
+tokens of a short run (benchmarks/results/rate-2026-11-25.md,
+benchmarks/results/drafter_quality-smollm2-xpress-2026-11-29.md)."""
+PAIRED_TABLES = ("markov_w", "xpress_head.w")
+"""How these are named: a token's row is read, and one is multiplied with what it says."""
 
 
 class Optimizer:
@@ -126,7 +129,7 @@ class Optimizer:
         rates: dict[float, list[nn.Parameter]] = {1.0: [], MARKOV_RATE: []}
         for name, parameter in self.named.items():
             if name not in matrices:
-                rates[MARKOV_RATE if "markov_w" in name else 1.0].append(parameter)
+                rates[MARKOV_RATE if any(table in name for table in PAIRED_TABLES) else 1.0].append(parameter)
         adam = torch.optim.AdamW(
             [{"params": group, "rate": rate} for rate, group in rates.items() if group],
             lr=config.lr,
