@@ -133,14 +133,8 @@ def activation_bytes(config: TrainConfig, anchors: float = 0.0) -> int:
 def state_bytes(config: TrainConfig) -> int:
     """Memory that a rank keeps of the drafter: weights, gradients and moments of its large matrices, in fp32, from the
     shapes."""
-    drafter, loop = config.drafter, config.train
-    width, heads = drafter.hidden_size, drafter.num_heads + drafter.num_kv_heads
-    layer = width * (3 * drafter.intermediate_size + 2 * heads * drafter.head_dim)
-    tables = getattr(drafter, "medusa_heads", int(getattr(drafter, "train_head", False)))
-    weights = getattr(drafter, "num_layers", 1) * layer
-    weights += width * (len(drafter.aux_layers) * width + tables * drafter.vocab_size)
-    ranks = from_environment().world_size if loop.parallel == "fsdp" else 1
-    return (12 if config.optim.kind == "muon" else 16) * weights // ranks
+    ranks = from_environment().world_size if config.train.parallel == "fsdp" else 1
+    return (12 if config.optim.kind == "muon" else 16) * config.drafter.weights // ranks
 
 
 def _tokens_and_anchors(store: "Store", config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
