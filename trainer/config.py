@@ -127,6 +127,15 @@ class DrafterConfig(Section):
     vocab_file: str | None = None
     """A draft vocabulary to load (safetensors, npy or pt); wins over ``vocab_size``."""
 
+    @property
+    def weights(self) -> int:
+        """Numbers in its trained matrices, from the shapes: what joins the states that are read, decoder layers and LM
+        head. A final hidden that is read alone is joined with a token."""
+        width, heads = self.hidden_size, self.num_heads + self.num_kv_heads
+        layer = width * (3 * self.intermediate_size + 2 * heads * self.head_dim)
+        head = width * self.vocab_size * getattr(self, "train_head", False)
+        return (len(self.aux_layers) or 2) * width**2 + getattr(self, "num_layers", 1) * layer + head
+
     @field_validator("aux_layers")
     @classmethod
     def _ascending(cls, layers: tuple[int, ...]) -> tuple[int, ...]:

@@ -92,7 +92,11 @@ def load_config(
     config = settings.load(config_class(name), file, words, defaults)
     if not settings.assignments("data.pack_tokens", file, words):
         config = _within_memory(store, config)
-    _warn_of_longest(store, config)
+    room = _room(config)
+    if room == 0:
+        _warn_of_drafter(config)
+    elif room is not None and not config.train.checkpoint_activations:
+        _warn_of_longest(store, config, room)
     if settings.assignments("optim.lr", file, words):
         return config
     return config.model_copy(update={"optim": config.optim.model_copy(update={"lr": derived_lr(store, config)})})
@@ -133,14 +137,8 @@ def activation_bytes(config: TrainConfig, anchors: float = 0.0) -> int:
 def state_bytes(config: TrainConfig) -> int:
     """Memory that a rank keeps of the drafter: weights, gradients and moments of its large matrices, in fp32, from the
     shapes."""
-    drafter, loop = config.drafter, config.train
-    width, heads = drafter.hidden_size, drafter.num_heads + drafter.num_kv_heads
-    layer = width * (3 * drafter.intermediate_size + 2 * heads * drafter.head_dim)
-    tables = getattr(drafter, "medusa_heads", int(getattr(drafter, "train_head", False)))
-    weights = getattr(drafter, "num_layers", 1) * layer
-    weights += width * (len(drafter.aux_layers) * width + tables * drafter.vocab_size)
-    ranks = from_environment().world_size if loop.parallel == "fsdp" else 1
-    return (12 if config.optim.kind == "muon" else 16) * weights // ranks
+    ranks = from_environment().world_size if config.train.parallel == "fsdp" else 1
+    return (12 if config.optim.kind == "muon" else 16) * config.drafter.weights // ranks
 
 
 def _tokens_and_anchors(store: "Store", config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -162,7 +160,7 @@ def _bytes_a_token(store: "Store", config: TrainConfig) -> int:
 def _within_memory(store: "Store", config: TrainConfig) -> TrainConfig:
     """The settings with smaller packs where the free memory of the device asks for them; a batch is then more packs."""
     a_token, room = _bytes_a_token(store, config), _room(config)
-    if room is None or config.train.checkpoint_activations:
+    if not room or config.train.checkpoint_activations:
         return config
     pack = max(longest_sample(store, config.data.max_tokens), int(MEMORY_SHARE * room) // a_token)
     if pack >= config.data.pack_tokens:
@@ -174,11 +172,26 @@ def _within_memory(store: "Store", config: TrainConfig) -> TrainConfig:
     return config.model_copy(update={"data": config.data.model_copy(update={"pack_tokens": pack})})
 
 
-def _warn_of_longest(store: "Store", config: TrainConfig) -> None:
+def _warn_of_drafter(config: TrainConfig) -> None:
+    """Say that the drafter itself does not fit, which no shorter pack or sample changes."""
+    drafter, own, free = config.drafter, state_bytes(config), _free_bytes(config.train.device)
+    sharing = from_environment().world_size if config.train.parallel == "fsdp" else 1
+    ways = ["optim.kind=muon takes a quarter less"] if config.optim.kind != "muon" else []
+    ways.append(
+        f"train.parallel=fsdp shares them among {sharing * own // max(1, free) + 1} ranks with as much free each"
+    )
+    for name, words in (("num_layers", "fewer drafter.num_layers"), ("vocab_size", "a smaller drafter.vocab_size")):
+        # One to start from has its shape already.
+        if config.train.init_from is None and drafter.model_copy(update={name: 1}).weights < drafter.weights:
+            ways.append(words)
+    output().warn(
+        f"the drafter's weights, gradients and moments take about {size(own)}, and {size(free)} are free: "
+        + "; ".join(ways)
+    )
+
+
+def _warn_of_longest(store: "Store", config: TrainConfig, room: int) -> None:
     """Say that the longest sample may end the run wherever it is drawn: no pack may be shorter."""
-    room = _room(config)
-    if room is None or config.train.checkpoint_activations:
-        return
     tokens, anchors = _tokens_and_anchors(store, config)
     longest = int(tokens.max(initial=1))
     blocks = int(anchors[tokens == longest].max(initial=0))
@@ -191,7 +204,7 @@ def _warn_of_longest(store: "Store", config: TrainConfig) -> None:
     # Of so few tokens each may open a block, of more so many as the longest sample opens.
     cut = max(2, share // (a_token + a_block), (share - a_block * blocks) // a_token)
     ways = [f"data.max_tokens={cut} cuts it", "train.checkpoint_activations=true keeps less of it"]
-    if room and drafter_kind(config.drafter.name).splits_context(config.loss):
+    if drafter_kind(config.drafter.name).splits_context(config.loss):
         ranks = config.train.context_parallel * -(-needed // room)
         ways.append(f"train.context_parallel={ranks} shares it among as many ranks")
     output().warn(
@@ -201,7 +214,7 @@ def _warn_of_longest(store: "Store", config: TrainConfig) -> None:
 
 
 def _room(config: TrainConfig) -> int | None:
-    """Free memory of the device beside the drafter; None where it is not known."""
+    """Free memory of the device beside the drafter, 0 where this does not fit; None where it is not known."""
     free = _free_bytes(config.train.device)
     return max(0, free - state_bytes(config)) if free else None
 

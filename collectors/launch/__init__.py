@@ -10,6 +10,8 @@ from hiddenstore.process import Drain, from_environment
 from hiddenstore.threads import local_ranks
 
 LAUNCHERS = ("local", "ray")
+SPREADING = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Device maps that accelerate makes of the GPUs there are; any other names one device."""
 
 
 def launch(launcher: str, options: CollectOptions, drain: Drain, note: Callable[[str], None]) -> CollectReport:
@@ -36,17 +38,24 @@ def launch(launcher: str, options: CollectOptions, drain: Drain, note: Callable[
 
 
 def _refuse_spreading(launcher: str, options: CollectOptions) -> None:
-    """Refuse engine hf's ``device_map`` for several workers of a machine: of those that see all of its GPUs each would
-    take all, and Ray shows a worker one."""
-    ranks = local_ranks()
-    if options.engine != "hf" or "device_map" not in options.extra or (launcher == "local" and ranks == 1):
+    """Refuse a ``device_map`` of engine hf that spreads, for several workers of a machine: of those that see all of its
+    GPUs each would take all, and Ray shows a worker one."""
+    ranks, word = local_ranks(), options.extra.get("device_map")
+    if options.engine != "hf" or word not in SPREADING or (launcher == "local" and (ranks == 1 or not _sees_gpus())):
         return
     why = (
         "Ray gives each worker one GPU" if launcher == "ray" else f"all {ranks} ranks of this machine would share them"
     )
     raise ConfigError(
-        f"--device-map {options.extra['device_map']} spreads a target over every GPU that a worker sees, and {why}",
+        f"--device-map {word} spreads a target over every GPU that a worker sees, and {why}",
         kind=Kind.LAUNCHER_RESOURCES,
         hint="for each group of GPUs a worker by itself: CUDA_VISIBLE_DEVICES=0,1,2,3 RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 "
         "hiddenstore collect …; or --engine vllm --tensor-parallel 4",
     )
+
+
+def _sees_gpus() -> bool:
+    """Whether a rank sees several of them."""
+    import torch
+
+    return torch.cuda.device_count() > 1

@@ -463,7 +463,8 @@ def open_copy(
 
 def run_copy(copy: Copy, advance: Callable[[CopyReport], bool] | None = None) -> CopyReport:
     """Bring the units over, one commit each. ``advance`` is called after each; returning False stops. Raises
-    CorruptionError: bytes of a source disagree with their digest; what is committed stays."""
+    CorruptionError: bytes of a source disagree with their digest; FormatError: as ``copy_decoded``; what is committed
+    stays."""
     report = CopyReport()
     makes_top_tokens = copy.destination.capture.holds_topk and not all(s.capture.holds_topk for s in copy.sources)
     head = copy.destination.head() if makes_top_tokens else None

@@ -28,7 +28,7 @@ from hiddenstore.codecs.base import (
 from hiddenstore.codecs.fitted import encodes
 from hiddenstore.codecs.topk import with_top_tokens
 from hiddenstore.commit import DAMAGED, engine_of
-from hiddenstore.errors import CorruptionError, Kind
+from hiddenstore.errors import ConfigError, CorruptionError, FormatError, Kind
 from hiddenstore.files import layout
 from hiddenstore.files.digests import digest_for, mismatch
 from hiddenstore.fs import open_filesystem
@@ -378,7 +378,8 @@ def _kept_layers(source: Store, encoded: EncodedUnit, destination: Store) -> Enc
 
 
 def copy_decoded(destination: Store, unit: CopyUnit, head: HeadBundle | None) -> CommitRecord | None:
-    """Decode the samples of a unit and write them as one new unit; ``head`` makes top tokens of final hiddens."""
+    """Decode the samples of a unit and write them as one new unit; ``head`` makes top tokens of final hiddens. Raises
+    FormatError: ``array-invalid``: a source is readable and holds what no writer may write."""
     layers = destination.capture.aux_layers
     if unit.origin is not None:
         source, commit = unit.origin[0], unit.record
@@ -393,7 +394,18 @@ def copy_decoded(destination: Store, unit: CopyUnit, head: HeadBundle | None) ->
         engines = {name: engine_of(source.locate(name)[0], name) for name, source in stores.items()}
         engine, recaptured = _engines_of(engines)
     records = [with_top_tokens(record, head, destination.capture) for record in records]
-    return write_unit(destination, unit.name, unit.input, records, rejects, engine, unit.revision, recaptured)
+    try:
+        return write_unit(destination, unit.name, unit.input, records, rejects, engine, unit.revision, recaptured)
+    except ConfigError as error:
+        if error.kind != Kind.RECORD_INVALID:
+            raise
+        sources = unit.stores if unit.origin is None else unit.origin[:1]
+        paths = list(dict.fromkeys(str(source.path) for source in sources))
+        raise FormatError(
+            f"{' or '.join(paths)} cannot be encoded again: {error.message}",
+            kind=Kind.ARRAY_INVALID,
+            hint="; ".join(shlex.join(["hiddenstore", "verify", path, "--meaning"]) for path in paths),
+        ) from error
 
 
 def _engines_of(engines: Mapping[str, Engine]) -> tuple[Engine, tuple[Recapture, ...]]:

@@ -268,7 +268,7 @@ def _states_fault(record: Record, capture: CaptureSpec) -> str | None:
 
 
 def _sample_fault(record: Record, capture: CaptureSpec) -> str | None:
-    """What readers would refuse of a sample that is stored like that, in words, or None."""
+    """What readers or `verify --meaning` would refuse of a sample that is stored like that, in words, or None."""
     sample, named = record.sample, ("input_ids", "loss_mask", "spans", "final_rows")
     arrays = sample.input_ids, sample.loss_mask, sample.spans, record.final_rows
     ids, mask, spans, rows = (np.asarray(array) for array in arrays)

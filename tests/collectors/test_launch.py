@@ -2,7 +2,9 @@
 
 import pickle
 import socket
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,10 +50,35 @@ def test_workers_that_would_each_spread_over_the_same_gpus_or_over_one_are_refus
     launcher: str, ranks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(ConfigError, match="--device-map auto spreads a target over every GPU") as caught:
         launch(launcher, replace(OPTIONS, extra={"device_map": "auto"}), Drain(), lambda _text: None)
     assert caught.value.kind == "launcher-resources"
     assert "CUDA_VISIBLE_DEVICES" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("word", "gpus"), [("cpu", 8), ("cuda:0", 8), (None, 8), ("auto", 0), ("auto", 1), ("balanced", 1)]
+)
+def test_ranks_of_one_machine_take_a_device_map_that_spreads_over_no_gpus(
+    word: str | None, gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr("collectors.launch.collect", lambda *words: started.append(words))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    for name, value in {"LOCAL_WORLD_SIZE": "2", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    launch("local", replace(OPTIONS, extra={"device_map": word}), Drain(), lambda _text: None)
+    assert started[0][1] == Rank(1, 2, 1)
+
+
+@pytest.mark.parametrize("word", ["cpu", None])
+def test_a_worker_of_ray_takes_a_device_map_of_one_device(word: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    placed = SimpleNamespace(on_ray=lambda *words: started.append(words))
+    monkeypatch.setitem(sys.modules, "collectors.launch.ray", placed)
+    launch("ray", replace(OPTIONS, extra={"device_map": word}), Drain(), lambda _text: None)
+    assert started[0][1] is None
 
 
 def test_a_worker_alone_on_its_machine_spreads_over_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from hiddenstore.care import stored_unit
 from hiddenstore.care.copy import CopyReport, open_copy, run_copy
 from hiddenstore.commit import engine_of, publish_commit
-from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, NotFoundError
+from hiddenstore.errors import ConfigError, ConflictError, CorruptionError, FormatError, NotFoundError
 from hiddenstore.files import layout
 from hiddenstore.fs.local import LocalFilesystem
 from hiddenstore.index import catalog
@@ -21,7 +21,7 @@ from hiddenstore.inputs import RegisteredInput
 from hiddenstore.inspect.facts import info
 from hiddenstore.inspect.history import _records
 from hiddenstore.inspect.samples import parse_where, view
-from hiddenstore.segments import CONTAINERS
+from hiddenstore.segments import CONTAINERS, encode
 from hiddenstore.store import Store
 from hiddenstore.testing.builders import (
     ENGINE,
@@ -423,6 +423,31 @@ def test_a_damaged_source_stops_the_copy_and_leaves_whole_units_only(
     assert len(found.commits()) == 2
     assert {finding.kind for finding in verify(found.path, "bytes").findings} == {"incomplete"}
     assert len(list(Path(found.path, "segments").iterdir())) == 2
+
+
+@pytest.mark.parametrize("where", [None, "tokens>5"])
+def test_final_rows_that_another_writer_chose_are_copied_as_they_are_and_encoded_again_by_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str | None
+) -> None:
+    capture = capture_spec()
+    source = create_store(tmp_path / "source", capture, HEAD, "safe", target_files())
+    with monkeypatch.context() as other_writer:
+        other_writer.setattr(encode, "_sample_fault", lambda record, capture: None)
+        (record,) = random_records(make_samples(1), capture)
+        fewer = replace(record, final_rows=record.final_rows[:-1], final=record.final[:-1])
+        write_unit(source, "u-000000", "0" * 64, [fewer], (), ENGINE)
+    source = Store.open(source.fs)
+    assert copy([source], tmp_path / "copy", where=where).read(record.sample.id).final_rows.tolist() == (
+        fewer.final_rows.tolist()
+    )
+    with pytest.raises(FormatError, match=f"{source.path} .*{record.sample.id}: final_rows is ") as caught:
+        copy([source], tmp_path / "raw", "raw", where)
+    assert (caught.value.kind, caught.value.hint) == (
+        "array-invalid",
+        f"hiddenstore verify {source.path} --meaning",
+    )
+    assert "final-rows" in {finding.kind for finding in verify(source.path, "meaning").findings}
+    assert len(Store.open(tmp_path / "raw")) == 0
 
 
 def test_the_report_counts_what_was_written(tmp_path: Path) -> None:

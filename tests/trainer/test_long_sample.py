@@ -133,6 +133,56 @@ def test_a_long_sample_is_cut_to_what_its_blocks_leave_room_for(store: Store, mo
         assert f"data.max_tokens={tokens} cuts it" in warned[-1]
 
 
+MUON = ["optim.kind=muon takes a quarter less"]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "words", "ways"),
+    [
+        ("eagle3", ["optim.kind=adamw"], [*MUON, "a smaller drafter.vocab_size"]),
+        (
+            "eagle3",
+            ["drafter.num_layers=2", "optim.kind=muon"],
+            ["fewer drafter.num_layers", "a smaller drafter.vocab_size"],
+        ),
+        ("dflash", ["drafter.mask_token_id=0", "optim.kind=adamw"], [*MUON, "fewer drafter.num_layers"]),
+        ("medusa", [], [*MUON, "a smaller drafter.vocab_size"]),
+        ("medusa", ["drafter.original_head=true"], MUON),
+    ],
+)
+@pytest.mark.parametrize("checkpoint", [[], ["train.checkpoint_activations=true"]])
+def test_a_drafter_that_does_not_fit_itself_is_said_and_no_sample_is_blamed(
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    drafter: str,
+    words: list[str],
+    ways: list[str],
+    checkpoint: list[str],
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(settings, "output", lambda: SimpleNamespace(warn=warned.append, note=lambda text: None))
+    words = ["train.device=cpu", *words, *checkpoint]
+    monkeypatch.setattr(settings, "free_bytes", lambda: 1 << 50)
+    usual = load_config(store, drafter, words=words)
+    assert warned == []
+    own = state_bytes(usual)
+    monkeypatch.setattr(settings, "free_bytes", lambda: own * 2 // 5)
+    assert load_config(store, drafter, words=words).data == usual.data
+    (said,) = warned
+    assert said.startswith("the drafter's weights, gradients and moments take about ")
+    assert "train.parallel=fsdp shares them among 3 ranks" in said
+    assert all(way in said for way in ways)
+    assert said.count("; ") == len(ways)
+    # As many ranks as it says are enough, and one fewer is not.
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    load_config(store, drafter, words=[*words, "train.parallel=fsdp"])
+    assert not any("moments" in text for text in warned[1:])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    load_config(store, drafter, words=[*words, "train.parallel=fsdp"])
+    assert "shares them among 3 ranks" in warned[-1]
+
+
 def state_of(store: Store, run: Path, words: list[str], group: ProcessGroup) -> TrainState:
     with FolderLock(run) as lock:
         return build_state(TrainOptions(store.path, run, None, None, tuple(words)), group, lock)

@@ -75,6 +75,13 @@ class DFlash2Config(DFlashConfig):
     selector_top_k: int = Field(PUBLISHED_CANDIDATES, gt=0)
     """Candidates of a slot, among which the selector chooses."""
 
+    @property
+    def weights(self) -> int:
+        """DFlash's, the selector's and those of the projections of the convolutions."""
+        selector = self.selector_rank * (2 * self.vocab_size + self.hidden_size)
+        convolution = 2 * self.conv_kernel_size * self.hidden_size**2 // self.conv_group_size
+        return super().weights + selector + 2 * self.num_layers * convolution
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.hidden_size % self.conv_group_size:

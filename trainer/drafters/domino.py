@@ -59,6 +59,12 @@ class DominoConfig(DFlashConfig):
     emb_dim: int = Field(PUBLISHED_RANK, gt=0)
     """Rank of what is added to the logits."""
 
+    @property
+    def weights(self) -> int:
+        """DFlash's, the GRU's, W1 and W2."""
+        joined = self.hidden_size + self.gru_hidden_dim
+        return super().weights + (3 * self.gru_hidden_dim + self.emb_dim) * joined + self.emb_dim * self.vocab_size
+
 
 class PrefixGru(nn.Module):
     """torch's GRU of one layer without biases, under its names of weights: [3G, D] and [3G, G]."""

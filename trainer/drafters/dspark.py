@@ -97,6 +97,11 @@ class DSparkConfig(DFlashConfig):
     def longest(self) -> int:
         return self.block_size - (not self.sample_from_anchor)
 
+    @property
+    def weights(self) -> int:
+        """DFlash's, W1 and W2, which has no fewer rows."""
+        return super().weights + 2 * self.markov_rank * self.vocab_size
+
 
 class MarkovHead(nn.Module):
     """W1 [V, M] and W2 [U, M]."""

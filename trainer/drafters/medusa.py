@@ -58,6 +58,12 @@ class MedusaConfig(DrafterConfig):
     original_head: bool = False
     """End every head in the target's frozen LM head instead of one of its own."""
 
+    @property
+    def weights(self) -> int:
+        """Those of the heads; there is no decoder layer."""
+        table = 0 if self.original_head else self.vocab_size
+        return self.medusa_heads * self.hidden_size * (self.medusa_layers * self.hidden_size + table)
+
 
 class ResBlocks(nn.Module):
     """The residual blocks of one head."""

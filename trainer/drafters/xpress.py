@@ -71,6 +71,13 @@ class XPressConfig(DFlashConfig):
     num_jacobi_passes: int = Field(PUBLISHED_PASSES, gt=0)
     """How often a draft is read and made anew."""
 
+    @property
+    def weights(self) -> int:
+        """DFlash's and the head's."""
+        rank = self.xpress_rank
+        tables, inner = self.vocab_size + self.hidden_size, 3 * (1 + self.xpress_mlp_ratio)
+        return super().weights + rank * (2 * tables + inner * rank + self.block_size**2)
+
 
 class RefinerHead(nn.Module):
     """The head: W1 [V, R], W_h and W_g [R, D], W_in [R, 3R], L [R, B, B], which starts as no mixing, the MLP, and W2
