@@ -2,8 +2,10 @@
 
 import faulthandler
 import os
+import random
 import socket
-from contextlib import ExitStack
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tests.forked import Forked
@@ -27,20 +29,26 @@ def on_two_ranks(jobs: list[Job]) -> None:
         Forked(_train_each, jobs, ports, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2") for rank in range(2)
     ]
     try:
-        said = [process.communicate(timeout=500)[1] for process in processes]
+        # A rank waits for one that failed for half an hour.
+        while None in (codes := [process.poll() for process in processes]) and not any(codes):
+            time.sleep(0.05)
     finally:
         for process in processes:
             process.kill()
+    said = [process.communicate(timeout=10)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on, all different."""
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for free in sockets:
-            free.bind(("127.0.0.1", 0))
-        return [int(free.getsockname()[1]) for free in sockets]
+    """Ports nobody listens on, all different, and none that the system gives to a connection before it is used: those
+    begin at 32,768 on Linux."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        port = random.SystemRandom().randrange(15_000, 32_768)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            ports.add(port)
+    return list(ports)
 
 
 def _train_each(jobs: list[Job], ports: list[int]) -> None:
