@@ -84,21 +84,26 @@ def room_bytes(members: Members) -> int:
 
 
 def carve(flat: Tensor, members: Members) -> dict[str, Tensor]:
-    """Tensors of the given shapes over one flat uint8 tensor, each at a multiple of 64 bytes.
+    """Tensors of the given shapes over one flat uint8 tensor, each at a multiple of 64 bytes: views of one storage."""
+    tensors, start = {}, 0
+    for name, (shape, dtype) in members.items():
+        values = flat[start : start + _size(shape, dtype)].view(dtype)
+        tensors[name] = values if len(shape) == 1 else values.view(shape)
+        start += _lines(_size(shape, dtype))
+    return tensors
 
-    Each has a storage of its own, or ``torch.save`` would refuse them, and write all of ``flat`` with any one; but on
-    pinned memory, of which torch's allocator has to recognise what is copied to the device."""
-    memory = None if flat.is_cuda or flat.is_pinned() else flat.numpy()
+
+def apart(flat: Tensor, members: Members) -> dict[str, Tensor]:
+    """The same with a storage of its own for each, or ``torch.save`` would refuse them, and write all of ``flat`` with
+    any one; not on pinned memory, of which torch's allocator has to recognise what is copied to the device."""
+    if flat.is_pinned():
+        return carve(flat, members)
+    memory = flat.numpy()
     tensors, start = {}, 0
     for name, (shape, dtype) in members.items():
         size = _size(shape, dtype)
-        if not size:
-            values = flat.new_empty(shape, dtype=dtype)
-        elif memory is None:
-            values = flat[start : start + size].view(dtype)
-        else:
-            values = torch.frombuffer(memory, dtype=dtype, count=size // dtype.itemsize, offset=start)
-        tensors[name] = values if len(shape) == 1 else values.view(shape)
+        values = torch.frombuffer(memory, dtype=dtype, count=size // dtype.itemsize, offset=start) if size else None
+        tensors[name] = torch.empty(shape, dtype=dtype, device="cpu") if values is None else values.view(shape)
         start += _lines(size)
     return tensors
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hiddenstore.codecs import get_layout
 from hiddenstore.codecs.base import Encoded, small_of_rows
-from hiddenstore.data.packed import Buffers, EncodedPack, Members, PackedBatch, carve, room_bytes
+from hiddenstore.data.packed import Buffers, EncodedPack, Members, PackedBatch, apart, room_bytes
 from hiddenstore.data.view import WHOLE, SampleView
 from hiddenstore.errors import CorruptionError, Kind
 from hiddenstore.records import TopK, drafter_positions
@@ -131,7 +131,7 @@ class DecodedFiller:
 
     def empty(self, slots: Sequence[SampleSlot], buffers: Buffers) -> PackedBatch:
         members = self.members(slots)
-        tensors = carve(buffers.take(room_bytes(members)), members)
+        tensors = apart(buffers.take(room_bytes(members)), members)
         topk = TopK(*(tensors.pop(name) for name in ("ids", "log_probs", "lse"))) if self._topk else None
         return PackedBatch(**tensors, sample_ids=[slot.id for slot in slots], topk=topk)
 
@@ -247,7 +247,7 @@ class EncodedFiller:
 
     def empty(self, slots: Sequence[SampleSlot], buffers: Buffers) -> EncodedPack:
         members, samples = self.members(slots), packed_samples(slots)
-        tensors = carve(buffers.take(room_bytes(members)), members)
+        tensors = apart(buffers.take(room_bytes(members)), members)
         return EncodedPack(
             aux_codes=tensors.pop("aux_codes"),
             final_codes=tensors.pop("final_codes"),

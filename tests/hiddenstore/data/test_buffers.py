@@ -6,7 +6,7 @@ from collections import deque
 
 import torch
 
-from hiddenstore.data.packed import PAGE_BYTES, Buffers, carve, room_bytes
+from hiddenstore.data.packed import PAGE_BYTES, Buffers, apart, room_bytes
 
 
 def test_memory_comes_back_once_the_last_tensor_over_it_is_gone() -> None:
@@ -28,7 +28,7 @@ def test_memory_comes_back_once_the_last_tensor_over_it_is_gone() -> None:
 
 def test_memory_comes_back_once_the_last_carved_tensor_is_gone() -> None:
     buffers, members = Buffers(1 << 20), {"ids": ((9,), torch.int64), "flags": ((9,), torch.bool)}
-    tensors = carve(buffers.take(room_bytes(members)), members)
+    tensors = apart(buffers.take(room_bytes(members)), members)
     address, flags = tensors["ids"].data_ptr(), tensors.pop("flags").view(3, 3)
     del tensors
     gc.collect()
@@ -67,7 +67,7 @@ def test_carved_tensors_lie_apart_and_hold_what_they_were_given() -> None:
         "flags": ((9,), torch.bool),
         "ids": ((2, 2), torch.int64),
     }
-    tensors = carve(Buffers(1 << 20).take(room_bytes(members)), members)
+    tensors = apart(Buffers(1 << 20).take(room_bytes(members)), members)
     assert {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} == members
     assert all(t.data_ptr() % 64 == 0 for t in tensors.values() if t.numel())
     for number, tensor in enumerate(tensors.values()):

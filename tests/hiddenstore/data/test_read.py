@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hiddenstore.data.packed import PAGE_BYTES, Buffers, Members, carve, room_bytes
+from hiddenstore.data.packed import PAGE_BYTES, Buffers, Members, apart, room_bytes
 from hiddenstore.data.read import STARTED_AT_ONCE, Job, PackedSample, Prefetch, SampleSlot
 
 BYTES = 4096
@@ -25,7 +25,7 @@ class Counting:
     def empty(self, slots: Sequence[SampleSlot], buffers: Buffers) -> SimpleNamespace:
         self.made += 1
         members = self.members(slots)
-        return SimpleNamespace(values=carve(buffers.take(room_bytes(members)), members)["values"])
+        return SimpleNamespace(values=apart(buffers.take(room_bytes(members)), members)["values"])
 
     def fill(self, pack: SimpleNamespace, place: PackedSample) -> None:
         pack.values.fill_(int(place.slot.id) % 251)
