@@ -15,6 +15,7 @@ from trainer.formats.dflash import (
     SYMMETRIC_WINDOW,
     WINDOW,
     block_size,
+    import_first,
     wrapped,
 )
 
@@ -95,7 +96,7 @@ def _unread(config: Mapping[str, Any], engine: str) -> Refused | None:
         return None
     return Refused(
         "it reads XPress under names of its own, and this is speculators' layout",
-        f"hiddenstore import-drafter DIR -o RUN --store STORE, then hiddenstore export RUN --engine {engine} -o OUT",
+        import_first(engine),
     )
 
 
